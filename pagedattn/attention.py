@@ -1,0 +1,229 @@
+"""`PagedAttention`: one interface over every backend.
+
+What the parameters mean, for every backend alike:
+
+- Query `i` of a request with `qo_len` queries and `kv_len` keys sits at position
+  `p = kv_len - qo_len + i` (bottom-right alignment). Causal: key `j` is visible iff `j <= p`.
+- `window_left = w >= 0`: additionally `j >= p - w`, so `w + 1` keys with a causal mask; `-1`: no bound.
+  Without a causal mask the right side stays open.
+- Lengths are those after this step's tokens. A page table holds exactly `ceil(kv_len / page_size)`
+  pages a request; pages may be shared.
+- score = `soft_cap(q·k * sm_scale)`, then the mask. `lse` is the natural logarithm of the sum of
+  exponentials of the visible scores.
+- A query that sees no key gives `out = 0` and `lse = -inf`. Requests without queries, requests without
+  keys and empty batches are legal.
+- What is in a slot that a request may not see never changes its output, NaN and infinity included.
+- Prefill, decode, chunked prefill, speculative decode and mixed steps are not modes: query lengths
+  are data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends import UnsupportedSpec, load_backend, unsupported_reasons
+from pagedattn.capacity import Capacity
+from pagedattn.page_table import PageTable
+from pagedattn.spec import AttentionSpec
+from pagedattn.validation import (
+    KVCache,
+    check_indptr,
+    check_lse,
+    check_page_table,
+    check_query,
+    split_kv_cache,
+)
+
+
+class AttentionOutput(NamedTuple):
+    """Attention and its log-sum-exp."""
+
+    out: Tensor  # dtype[tokens, num_qo_heads, head_dim]
+    lse: Tensor  # f32[tokens, num_qo_heads]  natural logarithm; -inf where no key is visible
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What `run` must know of the last good plan."""
+
+    batch_size: int
+    num_rows: int  # rows of q and out
+    num_pages: int  # pages that a cache must have
+
+
+class PagedAttention:
+    """Attention over a paged KV cache: `plan` once a step, `run` once a layer.
+
+    Args:
+        spec: The layer kind. One object serves every layer of this kind.
+        page_size: Tokens in one page.
+        backend: "flashinfer", "triton" or "reference".
+        device: Where `q` and the cache are; by default the current GPU, or the CPU without one.
+        capacity: The largest step. When given, no address changes after construction, and `run` may be
+            captured in a CUDA graph and replayed after later plans.
+
+    Raises:
+        ValueError: An argument is out of its range, or no backend has this name.
+        UnsupportedSpec: The backend cannot compute this here; the message lists every reason.
+
+    Example:
+        >>> spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> attn = PagedAttention(spec, page_size=4, backend="reference", device="cpu")
+        >>> attn.plan(PageTable.from_lengths([5, 3], page_size=4))
+        >>> q, kv_cache = torch.randn(2, 4, 16), torch.randn(3, 2, 4, 2, 16)
+        >>> attn.run(q, kv_cache).shape
+        torch.Size([2, 4, 16])
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        page_size: int,
+        *,
+        backend: str,
+        device: torch.device | str | None = None,
+        capacity: Capacity | None = None,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.spec = spec
+        self.page_size = page_size
+        self.backend = backend
+        self.device = resolve_device(device)
+        self.capacity = capacity
+        reasons = unsupported_reasons(backend, spec, page_size, self.device)
+        if reasons:
+            raise UnsupportedSpec(backend, reasons)
+        self._backend = load_backend(backend)(spec, page_size, self.device, capacity)
+        self._step: _Step | None = None
+
+    def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
+        """Make ready for a step.
+
+        Host tables cost no synchronisation. Tables on the GPU are right too, and cost one: their
+        values are read here.
+
+        Args:
+            page_table: The step's pages and lengths, this step's new tokens included.
+            qo_indptr: i32[batch + 1], where each request's query tokens begin; `None`: one query token
+                a request (decode).
+
+        Raises:
+            ValueError: The table or `qo_indptr` is wrong, or exceeds the capacity. The object is then
+                without a plan until the next good one.
+        """
+        self._step = None
+        table = page_table.to("cpu")
+        num_pages = check_page_table(table, self.page_size)
+        if qo_indptr is None:
+            qo_indptr = torch.arange(table.batch_size + 1, dtype=torch.int32)
+        qo_indptr = qo_indptr.to("cpu")
+        check_indptr(qo_indptr, "qo_indptr", table.batch_size)
+        num_tokens = int(qo_indptr[-1])
+        if self.capacity is not None:
+            self.capacity.check_fits(
+                batch_size=table.batch_size,
+                num_tokens=num_tokens,
+                num_pages=table.kv_indices.shape[0],
+            )
+        self._backend.plan(table, qo_indptr)
+        num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
+        self._step = _Step(table.batch_size, num_rows, num_pages)
+
+    @property
+    def write_slots(self) -> Tensor:
+        """i64[tokens] on the device: where the planned step's new keys and values belong.
+
+        The input of `PagedKVCache.append`; see `pagedattn.page_table.write_slots`.
+        """
+        self._planned_step()
+        return self._backend.write_slots
+
+    def run(self, q: Tensor, kv_cache: KVCache, *, out: Tensor | None = None) -> Tensor:
+        """Compute attention of the planned step for one layer.
+
+        Args:
+            q: dtype[tokens, num_qo_heads, head_dim], the planned query tokens in order; with a
+                capacity, exactly `max_tokens` rows. Tokens may be strided.
+            kv_cache: One layer: dtype[pages, 2, page_size, num_kv_heads, head_dim], or a pair
+                (k_pages, v_pages) of dtype[pages, page_size, num_kv_heads, head_dim].
+                Pages and tokens may be strided.
+            out: As `q`; where given, it is written and returned.
+
+        Returns:
+            dtype[tokens, num_qo_heads, head_dim].
+
+        Raises:
+            RuntimeError: There is no good plan, or a CUDA graph captures an object without capacity.
+            ValueError: A tensor has a wrong shape, dtype or device.
+        """
+        return self._run(q, kv_cache, out, None)
+
+    def run_return_lse(
+        self, q: Tensor, kv_cache: KVCache, *, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> AttentionOutput:
+        """Like `run`, and return the log-sum-exp too.
+
+        Args:
+            q: As for `run`.
+            kv_cache: As for `run`.
+            out: As for `run`.
+            lse: Contiguous f32[tokens, num_qo_heads]; where given, it is written and returned.
+        """
+        if lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+        return AttentionOutput(self._run(q, kv_cache, out, lse), lse)
+
+    def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        step = self._planned_step()
+        self._check_capture()
+        check_query(q, "q", self.spec, step.num_rows, self.device)
+        k_pages, v_pages = split_kv_cache(
+            kv_cache, self.spec, self.page_size, step.num_pages, self.device
+        )
+        if lse is not None:
+            check_lse(lse, self.spec, step.num_rows, self.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        else:
+            check_query(out, "out", self.spec, step.num_rows, self.device)
+        if step.num_rows:
+            self._backend.run(q, k_pages, v_pages, out, lse)
+        return out
+
+    def _planned_step(self) -> _Step:
+        if self._step is None:
+            raise RuntimeError("there is no plan: call plan() first, and again after one that failed")
+        return self._step
+
+    def _check_capture(self) -> None:
+        if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return
+        if self.capacity is None:
+            raise RuntimeError(
+                "a CUDA graph is capturing run() of an object without capacity: replays would read "
+                "stale plans; build it with PagedAttention(..., capacity=Capacity(...))"
+            )
+        if not self._backend.capturable:
+            raise RuntimeError(f"backend {self.backend!r} cannot be captured in a CUDA graph")
+
+    def __repr__(self) -> str:
+        plan = "no plan" if self._step is None else f"{self._step.batch_size} requests planned"
+        return (
+            f"PagedAttention({self.spec}, page_size={self.page_size}, backend={self.backend!r}, "
+            f"device='{self.device}', capacity={self.capacity}) with {plan}"
+        )
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Name a device fully: `None` is the current GPU or the CPU, "cuda" the current GPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

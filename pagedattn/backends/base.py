@@ -1,0 +1,62 @@
+"""What a backend is: three methods, and a list of reasons for what it cannot do.
+
+The facade has checked everything before it calls a backend: tables are right and on the host, tensors
+have the planned shapes and are on the backend's device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagedattn.capacity import Capacity
+from pagedattn.page_table import PageTable
+from pagedattn.spec import AttentionSpec
+
+
+class UnsupportedSpec(ValueError):  # noqa: N818 - the name that callers catch says what it is
+    """A backend cannot compute what was asked for; the message lists every reason."""
+
+    def __init__(self, backend: str, reasons: list[str]) -> None:
+        self.backend = backend
+        self.reasons = reasons
+        super().__init__(
+            f"backend {backend!r} cannot compute this:" + "".join(f"\n  - {r}" for r in reasons)
+        )
+
+
+class Backend(Protocol):
+    """One way of computing paged attention."""
+
+    capturable: bool
+    """Whether `run` may be captured in a CUDA graph when a capacity is given."""
+
+    write_slots: Tensor
+    """i64[tokens] on the device, of the last plan: see `pagedattn.page_table.write_slots`."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        capacity: Capacity | None,
+    ) -> None: ...
+
+    @classmethod
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, page_size: int, device: torch.device
+    ) -> list[str]:
+        """Every reason why this backend cannot compute `spec` here; empty when it can."""
+        ...
+
+    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
+        """Make ready for a step. Tables are on the host; nothing is kept of them but copies."""
+        ...
+
+    def run(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Write `out`, and `lse` (natural logarithm) where it is given."""
+        ...

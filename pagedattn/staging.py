@@ -1,0 +1,97 @@
+"""Page-locked staging: host arrays to the device in one asynchronous copy that is safe to repeat.
+
+A host buffer that a queued copy still reads must not be rewritten. Each buffer here has an event that
+is recorded behind its copy and asked before the buffer is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes: every array starts at a multiple of this, so any dtype up to 16 bytes may be viewed."""
+
+
+class Staging:
+    """Copies lists of host tensors to a device, each list packed into one copy.
+
+    Args:
+        device: Where the tensors go. On a CPU the packed copy is an ordinary one.
+        capacity_bytes: Size in bytes of every tensor of a list, at most. When given, the device
+            buffer is made once and the tensors' addresses never change; otherwise every `upload`
+            returns fresh memory. Sizes are not checked against a step here: `Capacity` does that.
+        num_buffers: Host buffers in turn. A buffer whose copy is still queued is waited for, so this
+            many uploads may be queued before one waits.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        capacity_bytes: Sequence[int] | None = None,
+        num_buffers: int = 4,
+    ) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"
+        self._host: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
+        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._turn = 0
+        self._offsets: list[int] | None = None
+        self._fixed: Tensor | None = None
+        if capacity_bytes is not None:
+            self._offsets = _offsets_of(capacity_bytes)
+            self._fixed = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy host tensors to the device, in the current stream's order and without waiting for it.
+
+        Args:
+            tensors: Contiguous host tensors of any dtype; read before this returns.
+
+        Returns:
+            Device tensors of the same shapes and dtypes.
+        """
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        offsets = self._offsets or _offsets_of(sizes)
+        num_bytes = offsets[-2] + sizes[-1]
+        host = self._next_host_buffer(offsets[-1])
+        for tensor, offset, size in zip(tensors, offsets, sizes, strict=False):
+            host[offset : offset + size].view(tensor.dtype).copy_(tensor.view(-1))
+        if self._fixed is None:
+            device_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
+        else:
+            device_buffer = self._fixed
+        device_buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+        self._mark_copied()
+        return [
+            device_buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset, size in zip(tensors, offsets, sizes, strict=False)
+        ]
+
+    def _next_host_buffer(self, num_bytes: int) -> Tensor:
+        self._turn = (self._turn + 1) % len(self._host)
+        event = self._copied[self._turn]
+        if event is not None:
+            event.synchronize()
+        if self._host[self._turn].numel() < num_bytes:
+            self._host[self._turn] = torch.empty(
+                2 * num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu
+            )
+        return self._host[self._turn]
+
+    def _mark_copied(self) -> None:
+        if self._on_gpu:
+            event = self._copied[self._turn]
+            if event is None:
+                event = self._copied[self._turn] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+
+
+def _offsets_of(sizes: Sequence[int]) -> list[int]:
+    """Where each array begins, and last the size of all."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets

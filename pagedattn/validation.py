@@ -1,0 +1,156 @@
+"""Every check of tables and tensors, in one place, called by the facade alone.
+
+Each function raises a `ValueError` that names the tensor, what was got and what was expected, before
+anything is written. Values are read from host tensors only: nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedattn.page_table import PageTable
+from pagedattn.spec import AttentionSpec
+
+KVCache = Tensor | tuple[Tensor, Tensor]
+
+
+def check_index_tensor(tensor: Tensor, name: str, length: int | None = None) -> None:
+    """Require a contiguous one-dimensional int32 tensor, of `length` entries where it is given."""
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, got {tensor.dtype}")
+    if tensor.ndim != 1 or (length is not None and tensor.shape[0] != length):
+        expected = "[any]" if length is None else f"[{length}]"
+        raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}")
+
+
+def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
+    """Require i32[batch_size + 1] that starts at 0 and never decreases (host tensor)."""
+    check_index_tensor(tensor, name, batch_size + 1)
+    if int(tensor[0]) != 0:
+        raise ValueError(f"{name} must start at 0, got {int(tensor[0])}")
+    steps = tensor.diff()
+    if batch_size and int(steps.min()) < 0:
+        row = int(steps.argmin())
+        raise ValueError(
+            f"{name} must not decrease, got {int(tensor[row])} then {int(tensor[row + 1])} at "
+            f"entry {row + 1}"
+        )
+
+
+def check_page_table(table: PageTable, page_size: int) -> int:
+    """Check a host table against its own lengths; return the pages a cache must have for it."""
+    if table.page_size != page_size:
+        raise ValueError(f"page_table.page_size is {table.page_size}, expected {page_size}")
+    if table.kv_lens.ndim != 1:
+        raise ValueError(f"kv_lens must have shape [batch], got {list(table.kv_lens.shape)}")
+    batch_size = table.batch_size
+    check_index_tensor(table.kv_lens, "kv_lens", batch_size)
+    check_indptr(table.kv_indptr, "kv_indptr", batch_size)
+    check_index_tensor(table.kv_indices, "kv_indices", int(table.kv_indptr[-1]))
+    if not batch_size:
+        return 0
+    if int(table.kv_lens.min()) < 0:
+        raise ValueError(f"kv_lens must not be negative, got {int(table.kv_lens.min())}")
+    # one spelling of ceil that cannot overflow: kv_len may be close to 2 ** 31
+    needed = torch.where(table.kv_lens > 0, (table.kv_lens - 1) // page_size + 1, 0)
+    owned = table.kv_indptr.diff()
+    if not torch.equal(needed.int(), owned):
+        row = int((needed != owned).nonzero()[0, 0])
+        raise ValueError(
+            f"request {row} has kv_len {int(table.kv_lens[row])} and {int(owned[row])} pages of "
+            f"{page_size} tokens, expected {int(needed[row])} pages"
+        )
+    if not table.kv_indices.numel():
+        return 0
+    lowest, highest = torch.aminmax(table.kv_indices)
+    if int(lowest) < 0:
+        raise ValueError(f"kv_indices must not be negative, got page id {int(lowest)}")
+    return int(highest) + 1
+
+
+def check_query(q: Tensor, name: str, spec: AttentionSpec, rows: int, device: torch.device) -> None:
+    """Require `dtype[rows, num_qo_heads, head_dim]` on `device`, dense inside a head."""
+    expected = (rows, spec.num_qo_heads, spec.head_dim)
+    if tuple(q.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape {list(expected)} [tokens, num_qo_heads, head_dim], "
+            f"got {list(q.shape)}"
+        )
+    _check_dtype_and_device(q, name, spec.dtype, device)
+    _check_dense_heads(q, name)
+
+
+def check_lse(lse: Tensor, spec: AttentionSpec, rows: int, device: torch.device) -> None:
+    """Require a contiguous `f32[rows, num_qo_heads]` on `device`."""
+    if tuple(lse.shape) != (rows, spec.num_qo_heads):
+        raise ValueError(
+            f"lse must have shape {[rows, spec.num_qo_heads]} [tokens, num_qo_heads], "
+            f"got {list(lse.shape)}"
+        )
+    _check_dtype_and_device(lse, "lse", torch.float32, device)
+    if not lse.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got stride {lse.stride()}")
+
+
+def split_kv_cache(
+    kv_cache: KVCache, spec: AttentionSpec, page_size: int, num_pages: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Check one layer's cache and return its `(k_pages, v_pages)` views.
+
+    Args:
+        kv_cache: `dtype[pages, 2, page_size, num_kv_heads, head_dim]`, or a pair of
+            `dtype[pages, page_size, num_kv_heads, head_dim]`.
+        spec: The layer's spec.
+        page_size: Tokens in one page.
+        num_pages: Pages that the planned table reaches: the cache must have at least as many.
+        device: Where the cache must be.
+    """
+    page_shape = [page_size, spec.num_kv_heads, spec.head_dim]
+    if isinstance(kv_cache, Tensor):
+        if list(kv_cache.shape[1:]) != [2, *page_shape]:
+            raise ValueError(
+                f"kv_cache must have shape [pages, 2, {', '.join(map(str, page_shape))}] "
+                f"[pages, 2, page_size, num_kv_heads, head_dim], got {list(kv_cache.shape)}"
+            )
+        parts = ((kv_cache[:, 0], "kv_cache"), (kv_cache[:, 1], "kv_cache"))
+    else:
+        parts = ((kv_cache[0], "k_pages"), (kv_cache[1], "v_pages"))
+    for pages, name in parts:
+        if list(pages.shape[1:]) != page_shape:
+            raise ValueError(
+                f"{name} must have shape [pages, {', '.join(map(str, page_shape))}] "
+                f"[pages, page_size, num_kv_heads, head_dim], got {list(pages.shape)}"
+            )
+        _check_dtype_and_device(pages, name, spec.dtype, device)
+        _check_dense_heads(pages, name)
+        if pages.shape[0] < num_pages:
+            raise ValueError(
+                f"{name} has {pages.shape[0]} pages, but the planned page table holds page id "
+                f"{num_pages - 1}"
+            )
+    return parts[0][0], parts[1][0]
+
+
+def _check_dtype_and_device(
+    tensor: Tensor, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def _check_dense_heads(tensor: Tensor, name: str) -> None:
+    """Pages and tokens may be strided; the elements of one token's heads may not."""
+    head_dim = tensor.shape[-1]
+    if tensor.numel() and (
+        (head_dim > 1 and tensor.stride(-1) != 1)
+        or (tensor.shape[-2] > 1 and tensor.stride(-2) != head_dim)
+    ):
+        raise ValueError(
+            f"{name} must be dense in its last two dimensions (heads, head_dim), "
+            f"got stride {tensor.stride()}"
+        )
