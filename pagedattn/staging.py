@@ -38,6 +38,8 @@ class Staging:
         self._host: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
+        self.host: list[Tensor] = []
+        """Page-locked copies of the last uploaded tensors; see `hold`."""
         self._offsets: list[int] | None = None
         self._fixed: Tensor | None = None
         if capacity_bytes is not None:
@@ -57,18 +59,44 @@ class Staging:
         offsets = self._offsets or _offsets_of(sizes)
         num_bytes = offsets[-2] + sizes[-1]
         host = self._next_host_buffer(offsets[-1])
-        for tensor, offset, size in zip(tensors, offsets, sizes, strict=False):
-            host[offset : offset + size].view(tensor.dtype).copy_(tensor.view(-1))
+        self.host = [
+            host[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            for tensor, offset, size in zip(tensors, offsets, sizes, strict=False)
+        ]
+        for staged, tensor in zip(self.host, tensors, strict=True):
+            staged.copy_(tensor)
         if self._fixed is None:
             device_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
         else:
             device_buffer = self._fixed
         device_buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
-        self._mark_copied()
+        self.hold()
         return [
             device_buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
             for tensor, offset, size in zip(tensors, offsets, sizes, strict=False)
         ]
+
+    def fixed_buffers(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """The device tensors that uploads fill, each at its full capacity, one a dtype.
+
+        Raises:
+            ValueError: No `capacity_bytes` were given, so there are no fixed buffers.
+        """
+        if self._fixed is None or self._offsets is None:
+            raise ValueError("fixed_buffers needs a Staging with capacity_bytes")
+        bounds = zip(self._offsets[:-1], self._offsets[1:], dtypes, strict=True)
+        return [self._fixed[begin:end].view(dtype) for begin, end, dtype in bounds]
+
+    def hold(self) -> None:
+        """Keep the buffer of the last upload until all work queued so far is done.
+
+        For a library that queues further asynchronous copies of `host`: call this behind them.
+        """
+        if self._on_gpu:
+            event = self._copied[self._turn]
+            if event is None:
+                event = self._copied[self._turn] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
 
     def _next_host_buffer(self, num_bytes: int) -> Tensor:
         self._turn = (self._turn + 1) % len(self._host)
@@ -80,13 +108,6 @@ class Staging:
                 2 * num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu
             )
         return self._host[self._turn]
-
-    def _mark_copied(self) -> None:
-        if self._on_gpu:
-            event = self._copied[self._turn]
-            if event is None:
-                event = self._copied[self._turn] = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
 
 
 def _offsets_of(sizes: Sequence[int]) -> list[int]:

@@ -1,0 +1,203 @@
+"""FlashInfer's paged decode on tensor cores, safe to serve with: one new token a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
+from pagedattn.backends.flashinfer.host_step import (
+    HostStep,
+    pad_decode_step,
+    read_step,
+    token_slots,
+)
+from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.kernel_choice import KERNELS
+from pagedattn.backends.flashinfer.library import check_plan_options, load_flashinfer
+from pagedattn.backends.flashinfer.paged_wrapper import (
+    Capacity,
+    PagedWrapper,
+    PlannedStep,
+    check_fits,
+    require_sizes,
+)
+from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.spec import AttentionSpec
+from pagedattn.staging import Staging
+
+_OURS = frozenset(
+    "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size window_left "
+    "window_right q_data_type kv_data_type o_data_type data_type non_blocking seq_lens "
+    "q_len_per_req is_causal".split()
+)
+_DTYPES = (torch.int32, torch.int32, torch.int32, *[torch.int64] * 3, torch.int32)
+
+
+class FlashInferDecodeWrapper(PagedWrapper):
+    """Paged attention of one new token a request, through FlashInfer's tensor-core decode.
+
+    Index tensors may be, and should be, on the CPU: FlashInfer needs them there, and tensors on the
+    GPU cost a synchronisation with everything queued on the stream. They are read before `plan`
+    returns. What the device needs goes over in an asynchronous copy from page-locked memory that
+    this wrapper owns, so planning the next step while this one runs is safe.
+
+    Args:
+        workspace_buffer: uint8[bytes] on the device, or a `Workspace`, which grows when needed.
+        num_qo_heads: Query heads; any multiple of `num_kv_heads`.
+        num_kv_heads: Key and value heads.
+        head_dim: Elements of one head.
+        page_size: Tokens in one page.
+        batch_size: In graph mode, the rows of every `q`; smaller steps are padded.
+        max_num_pages: In graph mode, the most entries of `paged_kv_indices`.
+        device: Where attention runs.
+        accelerator_graph: Graph mode: static buffers, so that one captured `run` is replayed after
+            any later `plan` on the same stream. Run once before the capture, as for any capture.
+        enable_nvtx: Mark `plan` and `run` for a profiler.
+        backend: "fa2" or "auto", which is fa2 too: one-token rows take 4 to 8 times as long on fa3.
+
+    Raises:
+        ValueError: A size is missing or out of its range, FlashInfer cannot compute `head_dim`, or
+            the backend is not one for decode.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor | Workspace,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        batch_size: int | None = None,
+        max_num_pages: int | None = None,
+        device: torch.device = torch.device("cuda"),  # noqa: B008 - a value, and the contract's
+        accelerator_graph: bool = False,
+        enable_nvtx: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        if backend not in KERNELS or backend == "fa3":
+            raise ValueError(f"backend must be 'auto' or 'fa2' for decode, got {backend!r}")
+        require_sizes(accelerator_graph, batch_size=batch_size, max_num_pages=max_num_pages)
+        check_flashinfer_head_dim(head_dim, device)
+        capacity = None
+        if accelerator_graph:
+            capacity = Capacity(batch_size or 0, batch_size or 0, max_num_pages or 0)
+        spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim)
+        super().__init__(workspace_buffer, spec, page_size, device, capacity, enable_nvtx)
+        entries = self._entries()
+        sizes = [n * dtype.itemsize for n, dtype in zip(entries, _DTYPES, strict=False)]
+        self._staging = Staging(self.device, sizes if self.accelerator_graph else None)
+        self._kernel = self._make_kernel()
+
+    def plan(
+        self,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_lens: Tensor | None = None,
+        window_left: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """Make ready for a step, and compute where its new tokens' keys and values belong.
+
+        Args:
+            paged_kv_indptr: i32[batch + 1], where each request's pages begin.
+            paged_kv_indices: i32[paged_kv_indptr[-1]], page ids.
+            paged_kv_last_page_len: i32[batch], 1 to `page_size`, this step's token included; 0 where
+                a request has no page, whose output is 0.
+            dtype: Of queries, keys, values and output: bfloat16 or float16.
+            kv_lens: i32[batch], tokens of each request; checked against the table.
+            window_left: Preceding positions that each query sees; -1: all.
+            **kwargs: Handed to FlashInfer's plan by name, such as `sm_scale`, `logits_soft_cap`.
+
+        Raises:
+            ValueError: An argument is malformed, or the step does not fit; nothing was touched, and
+                the wrapper is without a plan until the next good one.
+            TypeError: FlashInfer does not know an option, or this wrapper sets it itself.
+        """
+        with self._range("plan"):
+            spec = self._begin_plan(dtype)
+            step = read_step(
+                None,
+                paged_kv_indptr,
+                paged_kv_indices,
+                paged_kv_last_page_len,
+                self.page_size,
+                kv_lens,
+            )
+            spec = AttentionSpec(
+                spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, dtype, window_left=window_left
+            )
+            self.plan_step(step, spec, kwargs)
+
+    def plan_step(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> None:
+        """Plan a step that has been checked.
+
+        Args:
+            step: One token a request.
+            spec: Window and dtype; its scale and soft cap are not read.
+            options: For FlashInfer's plan.
+        """
+        self._step = None
+        check_plan_options(self._kernel.wrapper, options, _OURS)
+        choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
+        self._freeze(choice)
+        if self.capacity is not None:
+            check_fits(
+                batch_size=(step.batch_size, self.capacity.batch_size),
+                max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
+            )
+            step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
+        table = step.table
+        arrays = [table.kv_indptr, table.last_page_len, table.kv_lens]
+        arrays += [*token_slots(step, self.sink_page), table.kv_indices]
+        host, on_gpu = self._stage(self._staging, arrays)
+        self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[3:6]
+        if step.batch_size:
+            try:
+                self._kernel.plan(
+                    host[0],
+                    on_gpu[6],
+                    host[1],
+                    spec.num_qo_heads,
+                    spec.num_kv_heads,
+                    spec.head_dim,
+                    self.page_size,
+                    window_left=spec.window_left,
+                    q_data_type=spec.dtype,
+                    kv_data_type=spec.dtype,
+                    seq_lens=host[2],
+                    **options,
+                )
+            finally:
+                self._staging.hold()  # FlashInfer copies from the same page-locked memory
+        self._frozen = choice
+        kernel = self._kernel if step.batch_size else None
+        self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages, None)
+
+    def _entries(self) -> list[int]:
+        """Entries of every staged array at capacity; none without one."""
+        if self.capacity is None:
+            return []
+        batch, pages = self.capacity.batch_size, self.capacity.num_pages
+        return [batch + 1, *[batch] * 5, pages + batch]  # a padding row may read a page each
+
+    def _make_kernel(self) -> Kernel:
+        buffers: dict[str, Any] = {}
+        if self.accelerator_graph:
+            views = self._staging.fixed_buffers(_DTYPES)
+            fixed = [view[:n] for view, n in zip(views, self._entries(), strict=True)]
+            buffers = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": fixed[0],
+                "paged_kv_indices_buffer": fixed[6],
+                "paged_kv_last_page_len_buffer": fixed[1],
+            }
+        with on_device(self.device):
+            wrapper = load_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+                self._float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
+            )
+        return Kernel(wrapper, "fa2", self._workspace, self.device, self.accelerator_graph)

@@ -1,0 +1,224 @@
+"""What the prefill and the decode wrapper share: sizes, static buffers, checks, and `run`.
+
+A wrapper's life: `plan` checks a step, stages its arrays in page-locked memory, sends them over in one
+asynchronous copy and has FlashInfer build its schedule; `run` computes one layer. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.spec import AttentionSpec
+from pagedattn.staging import Staging
+from pagedattn.validation import check_query, split_kv_cache
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""What FlashInfer's paged kernels take for queries, keys and values alike."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Sizes of a graph-mode wrapper, those of FlashInfer's static buffers."""
+
+    batch_size: int
+    num_tokens: int
+    num_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """What `run` must know of the last good plan."""
+
+    kernel: Kernel | None  # None: there is nothing to compute
+    spec: AttentionSpec
+    num_rows: int
+    num_pages: int  # pages that a cache must have
+    rows_to_clear: Tensor | None  # bool[rows]: see defects.FA3_ROWS_WITHOUT_KEYS
+
+
+class PagedWrapper:
+    """The part that does not depend on how queries are laid out. Not for use by itself.
+
+    Attributes:
+        sink_page: The page that padding rows read in graph mode, whose content must stay finite and
+            which no request may own; `None`: padding rows have no key at all. Set it before `plan`.
+        token_to_page: i64[tokens] on the device, the page of each planned new token.
+        token_to_cache: i64[tokens] on the device, its place in that page:
+            `kv_cache_layer[token_to_page, 0, token_to_cache] = k`.
+        write_slots: i64[tokens] on the device, both in one, `page * page_size + place`; -1 for a token
+            without a place: see `pagedattn.page_table.write_slots`.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor | Workspace,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        capacity: Capacity | None,
+        enable_nvtx: bool,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.spec = spec
+        self.page_size = page_size
+        self.device = full_device(device)
+        self.capacity = capacity
+        self.enable_nvtx = enable_nvtx
+        self.sink_page: int | None = 0
+        self.token_to_page: Tensor | None = None
+        self.token_to_cache: Tensor | None = None
+        self.write_slots: Tensor | None = None
+        self._workspace = workspace_buffer if isinstance(workspace_buffer, Workspace) else None
+        self._float_workspace: Tensor = (
+            workspace_buffer.tensor if isinstance(workspace_buffer, Workspace) else workspace_buffer
+        )
+        if self._float_workspace.device != self.device:
+            raise ValueError(
+                f"workspace_buffer must be on {self.device}, got {self._float_workspace.device}"
+            )
+        self._step: PlannedStep | None = None
+        self._frozen: object = None  # what a captured kernel was compiled and launched for
+
+    @property
+    def accelerator_graph(self) -> bool:
+        """Whether buffers are static, so that `run` may be captured and replayed after other plans."""
+        return self.capacity is not None
+
+    def run(self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Compute attention of the planned step for one layer.
+
+        Args:
+            q: dtype[total_tokens, num_qo_heads, head_dim]; in graph mode always as many rows as the
+                wrapper's capacity.
+            kv_cache_layer: dtype[max_pages, 2, page_size, num_kv_heads, head_dim], or a pair of
+                dtype[max_pages, page_size, num_kv_heads, head_dim].
+
+        Returns:
+            As `q`.
+
+        Raises:
+            RuntimeError: There is no good plan, or a graph captures a wrapper that is not for it.
+            ValueError: A tensor has a wrong shape, dtype or device.
+        """
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._checked_run(q, kv_cache_layer, out, None)
+        return out
+
+    def run_return_lse(
+        self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Like `run`, and return the natural-log LSE, f32[total_tokens, num_qo_heads], too."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self._checked_run(q, kv_cache_layer, out, lse)
+        return out, lse
+
+    def run_into(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Write `out` and `lse` of tensors that have been checked already."""
+        step = self._planned_step()
+        with self._range("run"):
+            if step.kernel is not None:
+                step.kernel.run(q, k_pages, v_pages, out, lse)
+            if step.rows_to_clear is not None:
+                out.masked_fill_(step.rows_to_clear[:, None, None], 0)
+                if lse is not None:
+                    lse.masked_fill_(step.rows_to_clear[:, None], -torch.inf)
+
+    def _checked_run(
+        self,
+        q: Tensor,
+        kv_cache_layer: Tensor | tuple[Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        step = self._planned_step()
+        if not self.accelerator_graph and is_capturing(self.device):
+            raise RuntimeError(
+                "a CUDA graph is capturing run() of a wrapper that is not in graph mode: replays would "
+                "read stale plans; build it with accelerator_graph=True"
+            )
+        check_query(q, "q", step.spec, step.num_rows, self.device)
+        k_pages, v_pages = split_kv_cache(
+            kv_cache_layer, step.spec, self.page_size, step.num_pages, self.device
+        )
+        self.run_into(q, k_pages, v_pages, out, lse)
+
+    def _planned_step(self) -> PlannedStep:
+        if self._step is None:
+            raise RuntimeError(
+                "there is no plan: call plan() first, and again after one that failed"
+            )
+        return self._step
+
+    def _begin_plan(self, dtype: torch.dtype) -> AttentionSpec:
+        """Forget the last plan; return the spec with the planned dtype."""
+        self._step = None
+        if is_capturing(self.device):
+            raise RuntimeError("plan() cannot be captured in a CUDA graph: plan before the capture")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {dtype}")
+        return replace(self.spec, dtype=dtype)
+
+    def _freeze(self, choice: object) -> None:
+        """In graph mode, refuse a plan whose kernel is not the one that graphs may have captured."""
+        if self.accelerator_graph and self._frozen is not None and self._frozen != choice:
+            raise ValueError(
+                f"a graph-mode wrapper keeps what its first plan chose, {self._frozen}, got {choice}: "
+                "build another wrapper"
+            )
+
+    def _stage(
+        self, staging: Staging, arrays: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Send arrays over; return their page-locked and their device copies."""
+        with on_device(self.device):
+            device_arrays = staging.upload(arrays)
+        return staging.host, device_arrays
+
+    def _range(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        if not self.enable_nvtx:
+            return contextlib.nullcontext()
+        return torch.cuda.nvtx.range(f"{type(self).__name__}.{what}")
+
+
+def full_device(device: torch.device | str) -> torch.device:
+    """Name a device fully: "cuda" is the current GPU."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def require_sizes(accelerator_graph: bool, **sizes: int | None) -> None:
+    """In graph mode, require every size."""
+    missing = [name for name, size in sizes.items() if size is None]
+    if accelerator_graph and missing:
+        raise ValueError(f"accelerator_graph=True needs {', '.join(missing)}")
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_fits(**sizes: tuple[int, int]) -> None:
+    """Raise a `ValueError` that names every size, (has, capacity), that the step exceeds."""
+    over = [
+        f"{name}={most} but the step has {has}" for name, (has, most) in sizes.items() if has > most
+    ]
+    if over:
+        raise ValueError(f"the step does not fit, raise its size: {'; '.join(over)}")

@@ -1,0 +1,21 @@
+"""FlashInfer wrappers that are safe to serve with; see `pagedattn.backends.flashinfer`."""
+
+from pagedattn.backends.flashinfer import (
+    FlashInferDecodeWrapper,
+    FlashInferPrefillWrapper,
+    Workspace,
+    WorkspacePool,
+    WorkspaceTooSmall,
+    check_flashinfer_head_dim,
+    workspace_bytes,
+)
+
+__all__ = [
+    "FlashInferDecodeWrapper",
+    "FlashInferPrefillWrapper",
+    "Workspace",
+    "WorkspacePool",
+    "WorkspaceTooSmall",
+    "check_flashinfer_head_dim",
+    "workspace_bytes",
+]
