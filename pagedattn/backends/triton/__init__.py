@@ -1,0 +1,1 @@
+"""The Triton backend: launches and tile choices for the kernels under `pagedattn/kernels`."""

@@ -1,0 +1,210 @@
+"""`TritonBackend`: one packed copy and one launch to plan, at most two launches to run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from pagedattn.backends.triton.schedule import (
+    ScheduleBuffers,
+    ScheduleSize,
+    size_of_capacity,
+    size_of_step,
+)
+from pagedattn.backends.triton.tiles import DeviceFacts, choose_tiles, padded_head_dim
+from pagedattn.capacity import Capacity
+from pagedattn.kernels.long import long_attention
+from pagedattn.kernels.plan import build_schedule
+from pagedattn.kernels.short import short_attention
+from pagedattn.page_table import PageTable, write_slots
+from pagedattn.spec import AttentionSpec
+from pagedattn.staging import Staging
+
+LOG2_E = math.log2(math.e)
+UNBOUNDED = 1 << 30  # a window that no context reaches, small enough to add to in 32 bits
+
+
+@dataclass(frozen=True, eq=False)
+class _StepTensors:
+    """The step's table on the device, as the kernels read it."""
+
+    qo_indptr: Tensor  # i32[batch + 1]
+    kv_indptr: Tensor  # i32[batch + 1]
+    kv_lens: Tensor  # i32[batch]
+    kv_indices: Tensor  # i32[pages]
+
+
+class TritonBackend:
+    """Paged attention in Triton, on NVIDIA GPUs and in Triton's interpreter on a CPU."""
+
+    capturable = True
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        page_size: int,
+        device: torch.device,
+        capacity: Capacity | None,
+    ) -> None:
+        self.spec = spec
+        self.page_size = page_size
+        self.device = device
+        self.capacity = capacity
+        self.tiles = choose_tiles(spec, _device_facts(device))
+        self._constants = _kernel_constants(spec, page_size)
+        if capacity is None:
+            self._staging = Staging(device)
+            self._buffers = self._allocate(ScheduleSize(0, 0, 0))
+        else:
+            self._staging = Staging(device, _capacity_bytes(capacity))
+            self._buffers = self._allocate(size_of_capacity(capacity, spec, self.tiles))
+
+    @classmethod
+    def unsupported_reasons(
+        cls, spec: AttentionSpec, page_size: int, device: torch.device
+    ) -> list[str]:
+        """Head sizes above 256, and machines that Triton does not run on."""
+        reasons = []
+        if not 1 <= spec.head_dim <= 256:
+            reasons.append(f"head_dim={spec.head_dim}: the kernels compute 1 to 256")
+        if device.type == "cpu" and not triton.knobs.runtime.interpret:
+            reasons.append(
+                "on a CPU Triton only interprets: set TRITON_INTERPRET=1 before triton is imported"
+            )
+        if device.type not in ("cpu", "cuda"):
+            reasons.append(f"device {device}: expected an NVIDIA GPU, or a CPU for the interpreter")
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            reasons.append(
+                f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+            )
+        return reasons
+
+    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
+        """Copy the table to the device and build the schedule there."""
+        slots = write_slots(page_table, qo_indptr)
+        qo_lens = np.diff(qo_indptr.numpy())
+        kv_indptr, kv_lens = page_table.kv_indptr, page_table.kv_lens
+        if self.capacity is not None:
+            # the rows past the last token are one more request, which has no keys
+            qo_indptr = _append(qo_indptr, self.capacity.max_tokens)
+            kv_indptr = _append(kv_indptr, int(kv_indptr[-1]))
+            kv_lens = _append(kv_lens, 0)
+        else:
+            size = size_of_step(qo_lens, self.spec, self.tiles)
+            if not self._buffers.size.covers(size):
+                self._buffers = self._allocate(size)
+        *step, self.write_slots = self._staging.upload(
+            [qo_indptr, kv_indptr, kv_lens, page_table.kv_indices, slots]
+        )
+        self._step = _StepTensors(*step)
+        num_rows = qo_lens * self.spec.group_size
+        # a captured launch must serve every later step, so with a capacity both kernels always run
+        self._has_short = self.capacity is not None or bool(
+            ((num_rows > 0) & (num_rows <= self.tiles.max_short_rows)).any()
+        )
+        self._has_long = self.capacity is not None or bool(
+            (num_rows > self.tiles.max_short_rows).any()
+        )
+        if self._has_short or self._has_long:
+            self._launch_plan(len(kv_lens))
+
+    def run(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Launch the kernel of each list that is not empty."""
+        tensors = (q, k_pages, v_pages, out, out if lse is None else lse)
+        strides = (q.stride(0), out.stride(0), *k_pages.stride()[:2], *v_pages.stride()[:2])
+        buffers = self._buffers
+        table = (
+            self._step.qo_indptr,
+            self._step.kv_indptr,
+            self._step.kv_indices,
+            self._step.kv_lens,
+            buffers.header,
+        )
+        numbers = (self.spec.num_kv_heads, *self._score_numbers(), *strides)
+        constants = {**self._constants, "WITH_LSE": lse is not None}
+        if self._has_short:
+            tiles = self.tiles.short
+            short_attention[(self.tiles.short_programs,)](
+                *tensors, *table, buffers.short_units,
+                buffers.piece_acc, buffers.piece_ml, buffers.arrived, *numbers,
+                **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
+                num_warps=tiles.num_warps,
+            )  # fmt: skip
+        if self._has_long:
+            tiles = self.tiles.long
+            long_attention[(self.tiles.long_programs,)](
+                *tensors, *table, buffers.long_units, *numbers,
+                **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
+                num_warps=tiles.num_warps,
+            )  # fmt: skip
+
+    def _launch_plan(self, batch_size: int) -> None:
+        buffers, tiles = self._buffers, self.tiles
+        first_short, first_long, splits = buffers.per_request
+        build_schedule[(1,)](
+            self._step.qo_indptr, self._step.kv_lens,
+            buffers.header, buffers.short_units, buffers.long_units,
+            first_short, first_long, splits, buffers.arrived,
+            batch_size, self.spec.num_kv_heads, self._window_left(), tiles.short_programs,
+            batch_size.bit_length(),
+            GROUP=self.spec.group_size, MAX_SHORT_ROWS=tiles.max_short_rows,
+            SHORT_ROWS=tiles.short.rows, SHORT_TILE=tiles.short.tile, LONG_ROWS=tiles.long.rows,
+            MIN_CHUNK=tiles.min_chunk, HAS_WINDOW=self.spec.window_left >= 0, BLOCK=1024,
+            num_warps=4,
+        )  # fmt: skip
+
+    def _window_left(self) -> int:
+        return min(self.spec.window_left, UNBOUNDED)
+
+    def _score_numbers(self) -> tuple[int, float, float]:
+        """The window, and the two factors of `scale_scores` with log2(e) folded in."""
+        cap = self.spec.logits_soft_cap
+        if cap > 0:
+            return self._window_left(), self.spec.scale / cap, cap * LOG2_E
+        return self._window_left(), self.spec.scale * LOG2_E, 0.0
+
+    def _allocate(self, size: ScheduleSize) -> ScheduleBuffers:
+        return ScheduleBuffers.allocate(size, self.spec, self.tiles, self.device)
+
+
+def _device_facts(device: torch.device) -> DeviceFacts:
+    if device.type == "cuda" and not triton.knobs.runtime.interpret:
+        return DeviceFacts(torch.cuda.get_device_properties(device).multi_processor_count)
+    return DeviceFacts(num_sms=0, interpreted=True)
+
+
+def _kernel_constants(spec: AttentionSpec, page_size: int) -> dict[str, int | bool]:
+    """Compile-time arguments that both attention kernels share."""
+    return {
+        "GROUP": spec.group_size,
+        "HEAD_DIM": spec.head_dim,
+        "D_PAD": padded_head_dim(spec.head_dim),
+        "PAGE_SIZE": page_size,
+        "CAUSAL": spec.causal,
+        "HAS_WINDOW": spec.window_left >= 0,
+        "SOFT_CAP": spec.logits_soft_cap > 0,
+        "UPCAST": triton.knobs.runtime.interpret,
+    }
+
+
+def _capacity_bytes(capacity: Capacity) -> tuple[int, ...]:
+    """Bytes of what `plan` uploads, in its order, with one request more for the padding rows."""
+    batch_size = capacity.max_batch_size + 1
+    return (
+        4 * (batch_size + 1),
+        4 * (batch_size + 1),
+        4 * batch_size,
+        4 * capacity.max_pages,
+        8 * capacity.max_tokens,
+    )
+
+
+def _append(values: Tensor, last: int) -> Tensor:
+    return torch.cat([values, values.new_tensor([last])])

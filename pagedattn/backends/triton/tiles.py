@@ -1,0 +1,81 @@
+"""Tile sizes and launch shapes, as data: a pure function of the spec and of a few device facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagedattn.spec import AttentionSpec
+
+UNBOUNDED_ROWS = 1 << 30
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the choice of tiles must know of a device."""
+
+    num_sms: int
+    interpreted: bool = False
+
+
+@dataclass(frozen=True)
+class KernelTiles:
+    """Launch shape of one attention kernel."""
+
+    rows: int  # packed query rows of a block
+    tile: int  # keys of a tile
+    num_warps: int
+    num_stages: int  # tiles whose loads are in flight, the current one included
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Every choice of one `TritonBackend`."""
+
+    short: KernelTiles
+    long: KernelTiles
+    max_short_rows: int  # a request with more packed rows goes to the long kernel
+    min_chunk: int  # tiles that a split has at least: below, the merge costs more than it gains
+    programs: int  # that are resident at once on one program per SM
+
+    @property
+    def short_programs(self) -> int:
+        """Grid of the short kernel, and the number of units that its schedule aims at."""
+        return self.programs * self.short.programs_per_sm
+
+    @property
+    def long_programs(self) -> int:
+        """Grid of the long kernel."""
+        return self.programs * self.long.programs_per_sm
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that the kernels compute with, at least what a tensor-core product needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
+    """Pick tiles so that the K and V buffers fit shared memory and the sums fit the registers."""
+    row_bytes = padded_head_dim(spec.head_dim) * spec.dtype.itemsize
+    tile = max(16, min(128, 16384 // row_bytes))
+    short = KernelTiles(rows=16, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
+    max_short_rows = 64
+    if row_bytes <= 256:
+        long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
+    else:
+        long = KernelTiles(rows=64, tile=16, num_warps=8, num_stages=2, programs_per_sm=2)
+    if spec.dtype == torch.float32:
+        # full precision has no tensor cores: products are unrolled over registers, which only narrow
+        # blocks fit, so every request takes the short kernel
+        num_warps = 8 if row_bytes > 512 else 4
+        short = KernelTiles(
+            rows=16, tile=min(32, tile), num_warps=num_warps, num_stages=2, programs_per_sm=2
+        )
+        max_short_rows = UNBOUNDED_ROWS
+    if facts.interpreted:
+        # a handful of programs, one after another, that still split short contexts
+        long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
+        return Tiles(short, long, max_short_rows=64, min_chunk=1, programs=4)
+    return Tiles(short, long, max_short_rows, min_chunk=4, programs=facts.num_sms)

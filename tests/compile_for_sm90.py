@@ -1,0 +1,119 @@
+"""Compile kernels for an H200 without one, and say what the compiler made of them.
+
+Run as a program: `python compile_for_sm90.py '<json list of cases>'` prints one JSON object a case. It is a
+program of its own because kernels compile only where Triton was imported without its interpreter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+assert os.environ.get("TRITON_INTERPRET", "0") == "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pagedattn.backends.triton.backend import _kernel_constants
+from pagedattn.backends.triton.tiles import DeviceFacts, choose_tiles
+from pagedattn.kernels.long import long_attention
+from pagedattn.kernels.plan import build_schedule
+from pagedattn.kernels.short import short_attention
+from pagedattn.spec import AttentionSpec
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+VALUES = {"Q", "K", "V", "OUT", "KEY", "VALUE", "PAGES"}  # pointers to the spec's dtype
+FLOATS = {"LSE", "PIECE_ACC", "PIECE_ML"}
+
+
+def cuobjdump() -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def signature_of(kernel, dtype: torch.dtype, constants: dict) -> tuple[dict, list[str]]:
+    """Each argument's type, and those that are multiples of 16."""
+    signature, aligned = {}, []
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in VALUES:
+            signature[name] = f"*{TYPES[dtype]}"
+            aligned.append(name)
+        elif name in FLOATS:
+            signature[name] = "*fp32"
+            aligned.append(name)
+        elif name.isupper():
+            signature[name] = "*i64" if name == "SLOTS" else "*i32"
+            aligned.append(name)
+        elif name in ("score_scale", "cap"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.endswith("_stride"):
+                aligned.append(name)
+    return signature, aligned
+
+
+def compile_sm90(kernel, dtype: torch.dtype, constants: dict, **options) -> dict:
+    signature, aligned = signature_of(kernel, dtype, constants)
+    index = kernel.arg_names.index
+    source = ASTSource(
+        kernel,
+        signature,
+        {(index(name),): value for name, value in constants.items()},
+        {(index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = usage[usage.index("Function") :]
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "mma": compiled.asm["ptx"].count("mma.sync"),
+        "buffers": sorted(
+            int(n)
+            for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x", compiled.asm["ttgir"])
+        ),
+    }
+
+
+def compile_case(case: dict) -> dict:
+    """Compile one kernel as `TritonBackend` would launch it."""
+    fields = dict(case["spec"])
+    fields["dtype"] = getattr(torch, fields.get("dtype", "bfloat16"))
+    spec = AttentionSpec(**fields)
+    tiles = choose_tiles(spec, DeviceFacts(num_sms=132))
+    if case["kernel"] == "plan":
+        constants = {
+            "GROUP": spec.group_size, "MAX_SHORT_ROWS": tiles.max_short_rows,
+            "SHORT_ROWS": tiles.short.rows, "SHORT_TILE": tiles.short.tile,
+            "LONG_ROWS": tiles.long.rows, "MIN_CHUNK": tiles.min_chunk,
+            "HAS_WINDOW": spec.window_left >= 0, "BLOCK": 1024,
+        }  # fmt: skip
+        return compile_sm90(build_schedule, spec.dtype, constants, num_warps=4)
+    kernel, chosen = {
+        "short": (short_attention, tiles.short),
+        "long": (long_attention, tiles.long),
+    }[case["kernel"]]
+    constants = {
+        **_kernel_constants(spec, case["page_size"]), "WITH_LSE": case.get("with_lse", False),
+        "ROWS": chosen.rows, "TILE": chosen.tile, "STAGES": chosen.num_stages,
+    }  # fmt: skip
+    return compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)
+
+
+if __name__ == "__main__":
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps({"case": case, **compile_case(case)}), flush=True)

@@ -1,0 +1,64 @@
+"""The kernels compile for an H200 on a machine without one, and compile to what they are meant to be.
+
+In a process of its own: where Triton was imported with its interpreter, it does not compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+if not (Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump").exists():
+    pytest.skip("this Triton ships no cuobjdump to read registers with", allow_module_level=True)
+
+SHARED_LIMIT = 227 * 1024  # bytes a program may have on sm_90
+LLAMA = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+WINDOW_AND_CAP = {"window_left": 1023, "logits_soft_cap": 30.0}
+CASES = {
+    "plan": {"kernel": "plan", "spec": LLAMA},
+    "short": {"kernel": "short", "page_size": 16, "spec": LLAMA, "with_lse": True},
+    "short window cap": {"kernel": "short", "page_size": 1, "spec": LLAMA | WINDOW_AND_CAP},
+    "short 256": {"kernel": "short", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
+    "short fp32": {
+        "kernel": "short",
+        "page_size": 16,
+        "spec": LLAMA | {"head_dim": 64, "dtype": "float32"},
+    },
+    "long": {"kernel": "long", "page_size": 16, "spec": LLAMA, "with_lse": True},
+    "long window cap": {"kernel": "long", "page_size": 5, "spec": LLAMA | WINDOW_AND_CAP},
+    "long 96": {"kernel": "long", "page_size": 16, "spec": LLAMA | {"head_dim": 96}},
+    "long 256": {"kernel": "long", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
+}
+TENSOR_CORES = [name for name in CASES if name != "plan" and "fp32" not in name]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    script = Path(__file__).parent / "compile_for_sm90.py"
+    result = subprocess.run(
+        [sys.executable, str(script), json.dumps(list(CASES.values()))],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return dict(zip(CASES, map(json.loads, result.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_spills_and_shared_memory_suffices(compiled, name):
+    assert compiled[name]["stack_bytes"] == 0, compiled[name]
+    assert compiled[name]["shared_bytes"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("name", TENSOR_CORES)
+def test_products_run_on_the_tensor_cores(compiled, name):
+    assert compiled[name]["wgmma"] > 0
+
+
+@pytest.mark.parametrize(("name", "buffers"), [("short", [3, 3]), ("long", [3, 3, 3, 3])])
+def test_loads_are_pipelined_as_deep_as_meant(compiled, name, buffers):
+    assert compiled[name]["buffers"] == buffers
