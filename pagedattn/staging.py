@@ -1,7 +1,7 @@
 """Page-locked staging: host arrays to the device in one asynchronous copy that is safe to repeat.
 
-A host buffer that a queued copy still reads must not be rewritten. Each buffer here has an event that
-is recorded behind its copy and asked before the buffer is used again.
+A host buffer that a queued copy still reads must not be rewritten. Each buffer here has an event
+that is recorded behind its copy and asked before the buffer is used again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Staging:
         capacity_bytes: Size in bytes of every tensor of a list, at most. When given, the device
             buffer is made once and the tensors' addresses never change; otherwise every `upload`
             returns fresh memory. Sizes are not checked against a step here: `Capacity` does that.
-        num_buffers: Host buffers in turn. A buffer whose copy is still queued is waited for, so this
-            many uploads may be queued before one waits.
+        num_buffers: Host buffers in turn. A buffer whose copy is still queued is waited for, so
+            this many uploads may be queued before one waits.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Staging:
             self._fixed = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy host tensors to the device, in the current stream's order and without waiting for it.
+        """Copy host tensors to the device, in the current stream's order, without waiting for it.
 
         Args:
             tensors: Contiguous host tensors of any dtype; read before this returns.
@@ -95,7 +95,7 @@ class Staging:
         if self._on_gpu:
             event = self._copied[self._turn]
             if event is None:
-                event = self._copied[self._turn] = torch.cuda.Event()
+                event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
 
     def _next_host_buffer(self, num_bytes: int) -> Tensor:

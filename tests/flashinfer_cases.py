@@ -1,4 +1,4 @@
-"""Shared by the tests of the FlashInfer wrappers: the library under test, steps, and the right answer.
+"""Shared by the tests of the FlashInfer wrappers: the library, steps, and the right answer.
 
 On a GPU with flashinfer-python the real library is tested, elsewhere a stand-in over plain torch.
 """
@@ -89,7 +89,7 @@ def right_answer(step: Step, **mask) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_right(out: torch.Tensor, lse: torch.Tensor | None, step: Step, **mask) -> None:
-    """The error of bf16 inputs: weights and outputs are each rounded once to the output's dtype.
+    """Allow what rounding the weights and the output once each costs.
 
     Outputs are means of values below about 4, so twice one rounding of each stays under 4 * 2 * eps.
     """

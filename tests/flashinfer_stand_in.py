@@ -1,8 +1,8 @@
 """A stand-in for the module flashinfer, over plain torch on a CPU, for any head size.
 
-It keeps FlashInfer's signatures (`test_flashinfer_signatures.py` compares them), its rules on static
-buffers, workspaces and their overflow, and its base-2 LSE. As FlashInfer does, it reads what the device
-would read at `run` from the buffers, not from what `plan` was given.
+It keeps FlashInfer's signatures (`test_flashinfer_signatures.py` compares them), its rules on
+static buffers, workspaces and their overflow, and its base-2 LSE. As FlashInfer does, it reads what
+the device would read at `run` from the buffers, not from what `plan` was given.
 """
 
 import math
@@ -62,7 +62,9 @@ class _Wrapper:
     def _copy_to_buffers(self, indptr, indices, last_page_len):
         if self._use_cuda_graph:
             if len(indices) > len(self._paged_kv_indices_buf):
-                raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
+                raise ValueError(
+                    "The length of paged_kv_indices exceeds the allocated buffer size."
+                )
             self._paged_kv_indptr_buf.copy_(indptr)
             self._paged_kv_indices_buf[: len(indices)].copy_(indices)
             self._paged_kv_last_page_len_buf.copy_(last_page_len)
@@ -108,7 +110,9 @@ class _Wrapper:
         if self._window_left >= 0:
             seen &= key >= position - self._window_left
         scores = torch.where(seen[:, None], scores, -torch.inf)
-        log_sum = torch.logsumexp(scores, -1) if kv_len else scores.new_full((qo_len, heads), -torch.inf)
+        log_sum = (
+            torch.logsumexp(scores, -1) if kv_len else scores.new_full((qo_len, heads), -torch.inf)
+        )
         weights = torch.where(seen[:, None], torch.exp(scores - log_sum[..., None]), 0.0)
         return torch.einsum("qhk,khd->qhd", weights, v), log_sum / math.log(2)
 
@@ -156,7 +160,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ):
         batch_size = len(qo_indptr) - 1
         num_rows = int(qo_indptr[-1])
-        num_rows // batch_size  # noqa: B018 - an empty batch divides by zero in the real planner
+        num_rows / batch_size  # the real planner divides by the batch size too
         if self._use_cuda_graph:
             if self._max_total_num_rows is None:
                 self._max_total_num_rows = num_rows
@@ -216,7 +220,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         **kwargs,
     ):
         self._plan_impl(
-            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            **kwargs,
         )
 
     def _plan_impl(
@@ -239,7 +250,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv=False,
     ):
         batch_size = len(last_page_len)
-        batch_size // batch_size  # noqa: B018 - an empty batch divides by zero in the real planner
+        batch_size / batch_size  # the real planner divides by the batch size too
         if self._use_cuda_graph and batch_size != len(self._paged_kv_last_page_len_buf):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         self._copy_to_buffers(indptr, indices, last_page_len)

@@ -1,4 +1,4 @@
-"""The prefill and decode wrappers compute what the reference does, eager and with static buffers."""
+"""The prefill and decode wrappers compute what the reference does."""
 
 import math
 
@@ -12,7 +12,9 @@ SIZES = (*HEADS.values(), PAGE_SIZE)
 
 
 def workspace(device: torch.device) -> torch.Tensor:
-    return torch.zeros(128 * 1024 * 1024 if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+    return torch.zeros(
+        128 * 1024 * 1024 if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device
+    )
 
 
 def prefill(device: torch.device, **options) -> FlashInferPrefillWrapper:

@@ -1,7 +1,7 @@
 """FlashInfer's paged kernels, behind wrappers that are safe to serve with.
 
-The only place that knows FlashInfer. Importing this does not import it: that happens when a wrapper is
-built, so the package works where FlashInfer is not installed.
+The only place that knows FlashInfer. Importing this does not import it: that happens when a wrapper
+is built, so the package works where FlashInfer is not installed.
 """
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper

@@ -45,7 +45,8 @@ class FlashInferBackend:
         self.page_size = page_size
         self.device = device
         tensor = torch.zeros(_first_workspace_bytes(), dtype=torch.uint8, device=device)
-        # One float workspace for all: its content lives from a kernel to its merge, in stream order.
+        # One float workspace for all: its content lives from a kernel to its merge, in stream
+        # order.
         self._workspace = Workspace(tensor, "PagedAttention")
         self._options: dict[str, Any] = {"sm_scale": spec.scale}
         if spec.logits_soft_cap > 0:
@@ -98,8 +99,8 @@ class FlashInferBackend:
         call = Call(version, "fa2", spec.causal, spec.window_left)
         if FA2_WINDOW_WITHOUT_MASK.hits(call) and not has_fa3(device, spec.head_dim):
             reasons.append(
-                "a window without a causal mask needs its fa3 kernel (compute capability 9.0), as fa2 "
-                f"is wrong: {FA2_WINDOW_WITHOUT_MASK.report}"
+                "a window without a causal mask needs its fa3 kernel (compute capability 9.0), as "
+                f"fa2 is wrong: {FA2_WINDOW_WITHOUT_MASK.report}"
             )
         return reasons
 

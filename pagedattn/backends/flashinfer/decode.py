@@ -29,9 +29,25 @@ from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 
 _OURS = frozenset(
-    "indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size window_left "
-    "window_right q_data_type kv_data_type o_data_type data_type non_blocking seq_lens "
-    "q_len_per_req is_causal".split()
+    [
+        "indptr",
+        "indices",
+        "last_page_len",
+        "num_qo_heads",
+        "num_kv_heads",
+        "head_dim",
+        "page_size",
+        "window_left",
+        "window_right",
+        "q_data_type",
+        "kv_data_type",
+        "o_data_type",
+        "data_type",
+        "non_blocking",
+        "seq_lens",
+        "q_len_per_req",
+        "is_causal",
+    ]
 )
 _DTYPES = (torch.int32, torch.int32, torch.int32, *[torch.int64] * 3, torch.int32)
 
@@ -106,8 +122,8 @@ class FlashInferDecodeWrapper(PagedWrapper):
         Args:
             paged_kv_indptr: i32[batch + 1], where each request's pages begin.
             paged_kv_indices: i32[paged_kv_indptr[-1]], page ids.
-            paged_kv_last_page_len: i32[batch], 1 to `page_size`, this step's token included; 0 where
-                a request has no page, whose output is 0.
+            paged_kv_last_page_len: i32[batch], 1 to `page_size`, this step's token included; 0
+                where a request has no page, whose output is 0.
             dtype: Of queries, keys, values and output: bfloat16 or float16.
             kv_lens: i32[batch], tokens of each request; checked against the table.
             window_left: Preceding positions that each query sees; -1: all.

@@ -65,7 +65,7 @@ FA3_ROWS_WITHOUT_KEYS = Defect(
     first_right=(0, 7, 4),
     affects=lambda call: call.kernel == "fa3" and call.causal,
     instead="rows that see no key are overwritten with 0, and -inf in the LSE, behind the kernel",
-    report="found here: queries before a request's first key are not 0 (0.6.18.post1, qo 40, kv 17)",
+    report="found here: queries before a request's first key are not 0 (0.6.18, qo 40, kv 17)",
 )
 
 DEFECTS = (FA2_WINDOW_WITHOUT_MASK, FA3_ROWS_WITHOUT_KEYS)

@@ -6,8 +6,9 @@ import torch
 
 from pagedattn.backends.flashinfer.library import Version, flashinfer_version, load_flashinfer
 
-# First version: sizes that its kernels are compiled for and that were right against float64. Found by
-# benchmarks/probe_flashinfer_head_dims.py, which runs every size in a process of its own: some abort.
+# First version: sizes that its kernels are compiled for and that were right against float64. Found
+# by benchmarks/probe_flashinfer_head_dims.py, which runs every size in a process of its own: some
+# abort.
 HEAD_DIMS: dict[Version, tuple[int, ...]] = {
     (0, 6, 18): (64, 128, 256),
     (0, 7, 4): (64, 128, 256),

@@ -1,4 +1,4 @@
-"""A step's index arrays as FlashInfer takes them: checked, on the host, and padded to a capacity."""
+"""A step's index arrays as FlashInfer takes them: checked, on the host, padded to a capacity."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def token_slots(step: HostStep, sink_page: int | None) -> list[Tensor]:
     """Where each query token's key and value belong.
 
     Returns:
-        i64[tokens] slots as of `pagedattn.page_table.write_slots`, i64[tokens] pages, and i64[tokens]
-        places inside the page. A token that has no place (more queries than keys) has slot -1; its
-        page and place are the first of the sink page, and -1 without a sink page.
+        i64[tokens] slots as of `pagedattn.page_table.write_slots`, i64[tokens] pages, and
+        i64[tokens] places inside the page. A token that has no place (more queries than keys) has
+        slot -1; its page and place are the first of the sink page, and -1 without a sink page.
     """
     slots = write_slots(step.table, step.qo_indptr)
     page_size = step.table.page_size

@@ -1,8 +1,8 @@
 """One FlashInfer wrapper, planned into its workspaces and run on given tensors.
 
-Everything that must be right whatever is planned lives here: the current device, page-locked schedule
-buffers in turn, workspaces that run short, the base of the LSE, and memory layouts that the kernels
-would misread.
+Everything that must be right whatever is planned lives here: the current device, page-locked
+schedule buffers in turn, workspaces that run short, the base of the LSE, and memory layouts that
+the kernels would misread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Kernel:
     Args:
         wrapper: FlashInfer's prefill or decode wrapper.
         name: "fa2" or "fa3".
-        workspace: The float workspace that it was built on; `None`: a plain tensor that never grows.
+        workspace: The float workspace that it was built on; `None`: a plain tensor that never
+            grows.
         device: Where it runs.
         fixed: Whether a graph may capture it, so that its integer workspace stays where it is once
             a plan has succeeded.
@@ -53,7 +54,7 @@ class Kernel:
         self._natural_log = takes_argument(wrapper.run, "lse_base")
 
     def plan(self, *args: Any, **options: Any) -> None:
-        """Call FlashInfer's plan; an integer workspace that runs short is replaced by a larger one."""
+        """Call FlashInfer's plan; a too small integer workspace gives way to a larger one."""
         with on_device(self._device):
             self._schedules.take()
             try:

@@ -10,9 +10,10 @@ Measured on one NVIDIA H200, bf16, 32/8 heads, head_dim 128, page_size 16 (µs o
 | 8 prompts of 2k | | 949 | 652 |
 | 16 chunks of 512 at 4k of context | | 1764 | 1202 |
 
-So one-token rows never run on fa3, and long prompts do where the GPU has it. FlashInfer's own `auto`
-takes fa2 for both. fa3 gives every query head a tile of 128 tokens of one request to itself, while fa2
-packs the query heads that share a KV head into its tiles: rows shorter than a tile waste fa3.
+So one-token rows never run on fa3, and long prompts do where the GPU has it. FlashInfer's own
+`auto` takes fa2 for both. fa3 gives every query head a tile of 128 tokens of one request to itself,
+while fa2 packs the query heads that share a KV head into its tiles: rows shorter than a tile waste
+fa3.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 _COMPLAINT = re.compile(
-    r"allocating memory for (?P<piece>\w+) with size (?P<size>\d+) and alignment (?P<alignment>\d+), "
-    r"but only (?P<left>\d+) bytes available"
+    r"allocating memory for (?P<piece>\w+) with size (?P<size>\d+) "
+    r"and alignment (?P<alignment>\d+), but only (?P<left>\d+) bytes available"
 )
 # Everything else that FlashInfer's attention planners reserve is part of a schedule.
 _FLOAT_PIECES = frozenset(

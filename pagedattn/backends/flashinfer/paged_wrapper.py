@@ -1,7 +1,8 @@
 """What the prefill and the decode wrapper share: sizes, static buffers, checks, and `run`.
 
-A wrapper's life: `plan` checks a step, stages its arrays in page-locked memory, sends them over in one
-asynchronous copy and has FlashInfer build its schedule; `run` computes one layer. Nothing is read back.
+A wrapper's life: `plan` checks a step, stages its arrays in page-locked memory, sends them over in
+one asynchronous copy and has FlashInfer build its schedule; `run` computes one layer. Nothing is
+read back.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class PagedWrapper:
         token_to_page: i64[tokens] on the device, the page of each planned new token.
         token_to_cache: i64[tokens] on the device, its place in that page:
             `kv_cache_layer[token_to_page, 0, token_to_cache] = k`.
-        write_slots: i64[tokens] on the device, both in one, `page * page_size + place`; -1 for a token
-            without a place: see `pagedattn.page_table.write_slots`.
+        write_slots: i64[tokens] on the device, both in one, `page * page_size + place`; -1 for a
+            token without a place: see `pagedattn.page_table.write_slots`.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class PagedWrapper:
 
     @property
     def accelerator_graph(self) -> bool:
-        """Whether buffers are static, so that `run` may be captured and replayed after other plans."""
+        """Whether buffers are static, so that a captured `run` serves later plans too."""
         return self.capacity is not None
 
     def run(self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -145,8 +146,8 @@ class PagedWrapper:
         step = self._planned_step()
         if not self.accelerator_graph and is_capturing(self.device):
             raise RuntimeError(
-                "a CUDA graph is capturing run() of a wrapper that is not in graph mode: replays would "
-                "read stale plans; build it with accelerator_graph=True"
+                "a CUDA graph is capturing run() of a wrapper that is not in graph mode: replays "
+                "would read stale plans; build it with accelerator_graph=True"
             )
         check_query(q, "q", step.spec, step.num_rows, self.device)
         k_pages, v_pages = split_kv_cache(
@@ -171,11 +172,11 @@ class PagedWrapper:
         return replace(self.spec, dtype=dtype)
 
     def _freeze(self, choice: object) -> None:
-        """In graph mode, refuse a plan whose kernel is not the one that graphs may have captured."""
+        """In graph mode, refuse a plan whose kernel is not the one that graphs captured."""
         if self.accelerator_graph and self._frozen is not None and self._frozen != choice:
             raise ValueError(
-                f"a graph-mode wrapper keeps what its first plan chose, {self._frozen}, got {choice}: "
-                "build another wrapper"
+                f"a graph-mode wrapper keeps what its first plan chose, {self._frozen}, got "
+                f"{choice}: build another wrapper"
             )
 
     def _stage(

@@ -39,9 +39,27 @@ from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 
 _OURS = frozenset(
-    "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads "
-    "head_dim_qk head_dim_vo page_size causal window_left q_data_type kv_data_type o_data_type "
-    "non_blocking seq_lens seq_lens_q max_token_per_sequence max_sequence_kv".split()
+    [
+        "qo_indptr",
+        "paged_kv_indptr",
+        "paged_kv_indices",
+        "paged_kv_last_page_len",
+        "num_qo_heads",
+        "num_kv_heads",
+        "head_dim_qk",
+        "head_dim_vo",
+        "page_size",
+        "causal",
+        "window_left",
+        "q_data_type",
+        "kv_data_type",
+        "o_data_type",
+        "non_blocking",
+        "seq_lens",
+        "seq_lens_q",
+        "max_token_per_sequence",
+        "max_sequence_kv",
+    ]
 )
 _ARRAYS = (  # (dtype, entries for a capacity), in the order of the staged arrays
     ("qo_indptr", torch.int32),
@@ -222,7 +240,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
         clear: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor | None:
-        """Send the step over and have FlashInfer plan it; return the rows to clear, on the device."""
+        """Send the step over and have FlashInfer plan it; return `clear` on the device."""
         table = step.table
         arrays = [step.qo_indptr, table.kv_indptr, table.last_page_len, table.kv_lens]
         arrays += token_slots(step, self.sink_page)

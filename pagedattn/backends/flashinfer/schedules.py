@@ -25,14 +25,15 @@ class PinnedSchedules:
         num_buffers: Plans whose copies may be queued before the next plan waits.
 
     Raises:
-        RuntimeError: This version keeps its page-locked buffer elsewhere, so it cannot be exchanged.
+        RuntimeError: This version keeps its page-locked buffer elsewhere, so it cannot be
+            exchanged.
     """
 
     def __init__(self, wrapper: Any, device: torch.device, num_buffers: int = 2) -> None:
         if not isinstance(getattr(wrapper, _ATTRIBUTE, None), Tensor):
             raise RuntimeError(
-                f"this version of FlashInfer has no {type(wrapper).__name__}.{_ATTRIBUTE}: planning "
-                "a step while another is queued would not be safe with it"
+                f"this version of FlashInfer has no {type(wrapper).__name__}.{_ATTRIBUTE}: "
+                "planning a step while another is queued would not be safe with it"
             )
         self._wrapper = wrapper
         self._device = device
@@ -61,11 +62,11 @@ class PinnedSchedules:
         if self._device.type == "cuda":
             event = self._copied[self._turn]
             if event is None:
-                event = self._copied[self._turn] = torch.cuda.Event()
+                event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
 
     def grow_integer_workspace(self, num_bytes: int) -> None:
-        """Give the wrapper a new integer workspace; never once a captured graph reads the old one."""
+        """Give the wrapper a new integer workspace; never once a graph has captured the old."""
         wrapper = self._wrapper
         fresh = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, fresh)

@@ -134,20 +134,18 @@ class Workspace:
         if overflow.is_integer:
             raise WorkspaceTooSmall(
                 f"FlashInfer's integer workspace of {self.name!r} is too small for "
-                f"{overflow.piece}: it asked for {overflow.size} bytes and {overflow.left} are left. "
-                "Give the wrapper a larger one with reset_workspace_buffer; the float workspace and "
-                f"{self.floor} have no part in it"
+                f"{overflow.piece}: it asked for {overflow.size} bytes, {overflow.left} are left. "
+                "Give the wrapper a larger one with reset_workspace_buffer; the float workspace "
+                f"and {self.floor} have no part in it"
             ) from error
         capturing = self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         if not self.sealed and not capturing:
             return
         needed_mb = -(-self._needed(overflow) // _MB)
-        why = (
-            "sealed" if self.sealed else "in use by a stream capture, during which nothing may move"
-        )
+        why = "sealed" if self.sealed else "under a stream capture, during which nothing may move"
         raise WorkspaceTooSmall(
-            f"workspace {self.name!r} has {self.num_bytes} bytes and is {why}, but a plan asked for "
-            f"{overflow.size} bytes for {overflow.piece} with {overflow.left} left: set "
+            f"workspace {self.name!r} has {self.num_bytes} bytes and is {why}, but a plan asked "
+            f"for {overflow.size} bytes for {overflow.piece} with {overflow.left} left: set "
             f"{self.floor}={needed_mb} or more, or plan the largest step before"
         ) from error
 
@@ -155,7 +153,7 @@ class Workspace:
         self._outgrown.append(self.tensor.untyped_storage())
         num_elements = -(-num_bytes // self.tensor.element_size())
         fresh = torch.zeros(num_elements, dtype=self.tensor.dtype, device=self.tensor.device)
-        self.tensor.set_(fresh.untyped_storage(), 0, (num_elements,))
+        self.tensor.set_(fresh.untyped_storage(), 0, (num_elements,), (1,))
 
     def __repr__(self) -> str:
         state = "sealed" if self.sealed else "growing"
