@@ -2,6 +2,7 @@
 
 from pagedattn.backends.flashinfer import (
     FlashInferDecodeWrapper,
+    FlashInferMixedWrapper,
     FlashInferPrefillWrapper,
     Workspace,
     WorkspacePool,
@@ -12,6 +13,7 @@ from pagedattn.backends.flashinfer import (
 
 __all__ = [
     "FlashInferDecodeWrapper",
+    "FlashInferMixedWrapper",
     "FlashInferPrefillWrapper",
     "Workspace",
     "WorkspacePool",

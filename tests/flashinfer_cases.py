@@ -9,7 +9,7 @@ import flashinfer_stand_in
 import pytest
 import torch
 
-from pagedattn.backends.flashinfer import head_dim, library
+from pagedattn.backends.flashinfer import backend, decode, head_dim, prefill
 from pagedattn.backends.reference import ReferenceBackend
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
@@ -23,16 +23,9 @@ def flashinfer(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """The library under test; the wrappers find it through their one seam."""
     if device.type == "cuda":
         return pytest.importorskip("flashinfer")
-    for module in wrapper_modules():
-        if hasattr(module, "load_flashinfer"):
-            monkeypatch.setattr(module, "load_flashinfer", lambda: flashinfer_stand_in)
+    for module in (backend, decode, head_dim, prefill):
+        monkeypatch.setattr(module, "load_flashinfer", lambda: flashinfer_stand_in)
     return flashinfer_stand_in
-
-
-def wrapper_modules() -> list:
-    from pagedattn.backends.flashinfer import backend, decode, prefill
-
-    return [backend, decode, head_dim, library, prefill]
 
 
 @dataclass
@@ -99,3 +92,15 @@ def assert_right(out: torch.Tensor, lse: torch.Tensor | None, step: Step, **mask
     torch.testing.assert_close(out[:rows].double(), right, rtol=0, atol=8 * eps)
     if lse is not None:
         torch.testing.assert_close(lse[:rows].double(), right_lse, rtol=0, atol=1e-3)
+
+
+def padded_query(step: Step, rows: int) -> torch.Tensor:
+    """The step's queries, and padding rows behind them."""
+    padding = torch.ones(rows - step.q.shape[0], *step.q.shape[1:])
+    return torch.cat([step.q, padding.to(step.q)])
+
+
+def workspace(device: torch.device) -> torch.Tensor:
+    """Room enough for any step of these tests."""
+    num_bytes = 128 * 1024 * 1024 if device.type == "cuda" else 1 << 20
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

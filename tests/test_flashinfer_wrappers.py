@@ -4,17 +4,11 @@ import math
 
 import pytest
 import torch
-from flashinfer_cases import HEADS, PAGE_SIZE, assert_right, flashinfer, make_step  # noqa: F401
+from flashinfer_cases import HEADS, PAGE_SIZE, assert_right, flashinfer, make_step, workspace  # noqa: F401
 
 from pagedattn.backends.flashinfer import FlashInferDecodeWrapper, FlashInferPrefillWrapper
 
 SIZES = (*HEADS.values(), PAGE_SIZE)
-
-
-def workspace(device: torch.device) -> torch.Tensor:
-    return torch.zeros(
-        128 * 1024 * 1024 if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device
-    )
 
 
 def prefill(device: torch.device, **options) -> FlashInferPrefillWrapper:

@@ -6,6 +6,7 @@ is built, so the package works where FlashInfer is not installed.
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
+from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.workspace import (
     Workspace,
@@ -16,6 +17,7 @@ from pagedattn.backends.flashinfer.workspace import (
 
 __all__ = [
     "FlashInferDecodeWrapper",
+    "FlashInferMixedWrapper",
     "FlashInferPrefillWrapper",
     "Workspace",
     "WorkspacePool",

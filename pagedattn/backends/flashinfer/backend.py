@@ -15,8 +15,13 @@ from pagedattn.backends.flashinfer.defects import (
 )
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import HostStep
-from pagedattn.backends.flashinfer.kernel_choice import has_fa3
+from pagedattn.backends.flashinfer.kernel_choice import (
+    graph_prefill_kernel,
+    has_fa3,
+    holds_prompts,
+)
 from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
+from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper, MixedWrapper
 from pagedattn.backends.flashinfer.paged_wrapper import DTYPES
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.workspace import Workspace, workspace_bytes
@@ -24,12 +29,17 @@ from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
+_Wrapper = FlashInferDecodeWrapper | FlashInferPrefillWrapper | MixedWrapper
+Shape = tuple[int, int, int, int]
+"""num_qo_heads, num_kv_heads, head_dim, page_size."""
+
 
 class FlashInferBackend:
     """FlashInfer's kernels, picked by what a step holds.
 
-    Without a capacity a step runs on the decode wrapper or on the prefill wrapper. With one, every
-    step runs on what one captured graph can serve.
+    Without a capacity: one-token rows run on the decode wrapper, prompts on the prefill wrapper,
+    and steps with both on both. With one, all steps run on what one captured graph can serve: the
+    prefill wrapper alone where a row has room for a few tokens only, else the mixed wrapper.
     """
 
     capturable = True
@@ -42,34 +52,19 @@ class FlashInferBackend:
         capacity: Capacity | None,
     ) -> None:
         self.spec = spec
-        self.page_size = page_size
-        self.device = device
         tensor = torch.zeros(_first_workspace_bytes(), dtype=torch.uint8, device=device)
-        # One float workspace for all: its content lives from a kernel to its merge, in stream
-        # order.
+        # One float workspace for all: its content lives from a kernel to its merge, in stream order
         self._workspace = Workspace(tensor, "PagedAttention")
         self._options: dict[str, Any] = {"sm_scale": spec.scale}
         if spec.logits_soft_cap > 0:
             self._options["logits_soft_cap"] = spec.logits_soft_cap
         shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, page_size)
-        self._decode: FlashInferDecodeWrapper | None = None
-        if capacity is None:
-            self._decode = FlashInferDecodeWrapper(self._workspace, *shape, device=device)
-            self._prefill = FlashInferPrefillWrapper(self._workspace, *shape, device=device)
-        else:
-            self._prefill = FlashInferPrefillWrapper(
-                self._workspace,
-                *shape,
-                batch_size=capacity.max_batch_size,
-                max_total_tokens=capacity.max_tokens,
-                max_num_pages=capacity.max_pages,
-                device=device,
-                accelerator_graph=True,
-            )
-        for wrapper in (self._decode, self._prefill):
-            if wrapper is not None:
-                wrapper.sink_page = None  # the facade's caches need not have one
-        self._planned: FlashInferDecodeWrapper | FlashInferPrefillWrapper = self._prefill
+        self._wrappers = (
+            _EagerWrappers(self._workspace, shape, device)
+            if capacity is None
+            else _GraphWrapper(self._workspace, shape, device, capacity, spec)
+        )
+        self._planned: _Wrapper | None = None
         self.write_slots = torch.empty(0, dtype=torch.int64, device=device)
 
     @classmethod
@@ -108,18 +103,85 @@ class FlashInferBackend:
         """Pick a wrapper for the step and plan it."""
         num_pages = int(page_table.kv_indices.max()) + 1 if page_table.kv_indices.numel() else 0
         step = HostStep(page_table, qo_indptr, num_pages)
-        self._planned = self._prefill
-        if self._decode is not None and bool((qo_indptr.diff() == 1).all()):
-            self._planned = self._decode
-        self._planned.plan_step(step, self.spec, self._options)
-        if self._planned.write_slots is not None:
-            self.write_slots = self._planned.write_slots
+        wrapper = self._wrappers.of(step)
+        wrapper.sink_page = None  # the facade's caches need not have one: padding rows see no key
+        wrapper.plan_step(step, self.spec, self._options)
+        self._planned = wrapper
+        if wrapper.write_slots is not None:
+            self.write_slots = wrapper.write_slots
 
     def run(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Write `out` and `lse`."""
+        if self._planned is None:
+            raise RuntimeError("there is no plan: call plan() first")
         self._planned.run_into(q, k_pages, v_pages, out, lse)
+
+
+class _EagerWrappers:
+    """Wrappers without static buffers; FlashInfer's own are made when a step first needs them."""
+
+    def __init__(self, workspace: Workspace, shape: Shape, device: torch.device) -> None:
+        self._decode = FlashInferDecodeWrapper(workspace, *shape, device=device)
+        self._prefill = FlashInferPrefillWrapper(workspace, *shape, device=device)
+        self._mixed = MixedWrapper(self._decode, self._prefill, None)
+
+    def of(self, step: HostStep) -> _Wrapper:
+        """The wrapper for a step, by its query lengths."""
+        qo_lens = step.qo_indptr.diff()
+        one_token = qo_lens == 1
+        if bool(one_token.all()):
+            return self._decode
+        if bool(one_token.any()) and holds_prompts(step.num_tokens, int((qo_lens > 0).sum())):
+            return self._mixed
+        return self._prefill
+
+
+class _GraphWrapper:
+    """The one wrapper whose captured run serves every step within a capacity."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        shape: Shape,
+        device: torch.device,
+        capacity: Capacity,
+        spec: AttentionSpec,
+    ) -> None:
+        sizes: dict[str, Any] = {
+            "batch_size": capacity.max_batch_size,
+            "max_total_tokens": capacity.max_tokens,
+            "max_num_pages": capacity.max_pages,
+        }
+        kernel = graph_prefill_kernel(
+            capacity.max_tokens,
+            capacity.max_batch_size,
+            fa3=has_fa3(device, spec.head_dim),
+            causal=spec.causal,
+            window_left=spec.window_left,
+        )
+        needs_fa3 = not spec.causal and spec.window_left >= 0
+        self._wrapper: _Wrapper
+        if holds_prompts(capacity.max_tokens, capacity.max_batch_size) or needs_fa3:
+            rows = max(1, min(capacity.max_batch_size, capacity.max_tokens // 2))
+            self._wrapper = FlashInferMixedWrapper(
+                workspace,
+                workspace,
+                *shape,
+                **sizes,
+                max_prefill_rows=rows,
+                device=device,
+                backend=kernel,
+            )
+        else:
+            self._wrapper = FlashInferPrefillWrapper(
+                workspace, *shape, **sizes, device=device, accelerator_graph=True, backend=kernel
+            )
+
+    def of(self, step: HostStep) -> _Wrapper:
+        """The wrapper for a step."""
+        return self._wrapper
 
 
 def _first_workspace_bytes() -> int:

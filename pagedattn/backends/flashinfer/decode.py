@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import (
+    NO_SLOTS,
     HostStep,
     pad_decode_step,
     read_step,
@@ -105,7 +106,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
         entries = self._entries()
         sizes = [n * dtype.itemsize for n, dtype in zip(entries, _DTYPES, strict=False)]
         self._staging = Staging(self.device, sizes if self.accelerator_graph else None)
-        self._kernel = self._make_kernel()
+        self._kernel: Kernel | None = None
 
     def plan(
         self,
@@ -149,27 +150,39 @@ class FlashInferDecodeWrapper(PagedWrapper):
             )
             self.plan_step(step, spec, kwargs)
 
-    def plan_step(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> None:
+    def plan_step(
+        self,
+        step: HostStep,
+        spec: AttentionSpec,
+        options: dict[str, Any],
+        stage_slots: bool = True,
+    ) -> None:
         """Plan a step that has been checked.
 
         Args:
             step: One token a request.
             spec: Window and dtype; its scale and soft cap are not read.
             options: For FlashInfer's plan.
+            stage_slots: Whether to say where new tokens belong.
         """
         self._step = None
+        if self._kernel is None:
+            self._kernel = self._make_kernel()
         check_plan_options(self._kernel.wrapper, options, _OURS)
         choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
         self._freeze(choice)
+        num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
         if self.capacity is not None:
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
             )
+        slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
+        if self.capacity is not None:
             step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
         table = step.table
         arrays = [table.kv_indptr, table.last_page_len, table.kv_lens]
-        arrays += [*token_slots(step, self.sink_page), table.kv_indices]
+        arrays += [*slots, table.kv_indices]
         host, on_gpu = self._stage(self._staging, arrays)
         self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[3:6]
         if step.batch_size:

@@ -123,15 +123,25 @@ def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> H
     return HostStep(padded, torch.cat([step.qo_indptr, step.qo_indptr[-1] + ends]), num_pages)
 
 
-def token_slots(step: HostStep, sink_page: int | None) -> list[Tensor]:
+NO_SLOTS = [torch.empty(0, dtype=torch.int64)] * 3
+"""In place of `token_slots`, where somebody else says where new tokens belong."""
+
+
+def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[Tensor]:
     """Where each query token's key and value belong.
+
+    Args:
+        step: The step, without padding.
+        num_tokens: Tokens with padding.
+        sink_page: Where padding may be written.
 
     Returns:
         i64[tokens] slots as of `pagedattn.page_table.write_slots`, i64[tokens] pages, and
-        i64[tokens] places inside the page. A token that has no place (more queries than keys) has
-        slot -1; its page and place are the first of the sink page, and -1 without a sink page.
+        i64[tokens] places inside the page. Padding, and a token that has no place (more queries
+        than keys), have slot -1; their page and place are the first of the sink page, or -1.
     """
-    slots = write_slots(step.table, step.qo_indptr)
+    slots = torch.full((num_tokens,), -1, dtype=torch.int64)
+    slots[: step.num_tokens] = write_slots(step.table, step.qo_indptr)
     page_size = step.table.page_size
     has_place = slots >= 0
     page = torch.where(has_place, slots // page_size, -1 if sink_page is None else sink_page)

@@ -59,3 +59,29 @@ def prefill_kernel(
     if not causal and window_left >= 0:
         return "fa3"  # fa2 is wrong there: see defects.py
     return "fa3" if num_tokens >= FA3_TILE * max(num_rows, 1) else "fa2"
+
+
+def graph_prefill_kernel(
+    num_tokens: int, num_rows: int, *, fa3: bool, causal: bool = True, window_left: int = -1
+) -> str:
+    """Choose the prompt rows' kernel by the capacity of a graph.
+
+    A graph is made for many steps, and what its capacity says of one is only an upper bound. Room
+    for many tokens, and for many more than rows, is there for prompts or chunks of them, few in a
+    step; room for a few tokens a row is there for speculative decoding.
+
+    Args:
+        num_tokens: Most query tokens of a step.
+        num_rows: Most rows with more than one token.
+        fa3: Whether there is a choice, see `has_fa3`.
+        causal: Whether the mask is causal.
+        window_left: The window, -1 for none.
+    """
+    prompts = num_tokens >= 8 * FA3_TILE and holds_prompts(num_tokens, num_rows)
+    rows = 1 if prompts else num_tokens
+    return prefill_kernel(num_tokens, rows, fa3=fa3, causal=causal, window_left=window_left)
+
+
+def holds_prompts(num_tokens: int, num_rows: int) -> bool:
+    """Whether a capacity is more than what one-token rows with a few drafted tokens need."""
+    return num_tokens > 8 * num_rows

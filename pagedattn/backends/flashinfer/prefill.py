@@ -14,6 +14,7 @@ from pagedattn.backends.flashinfer.defects import (
 )
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import (
+    NO_SLOTS,
     HostStep,
     pad_step,
     read_step,
@@ -178,39 +179,55 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 self.page_size,
                 kv_lens,
             )
-            spec = _with_mask(spec, causal, window_left)
+            spec = with_mask(spec, causal, window_left)
             self.plan_step(step, spec, kwargs)
 
-    def plan_step(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> None:
+    def plan_step(
+        self,
+        step: HostStep,
+        spec: AttentionSpec,
+        options: dict[str, Any],
+        stage_slots: bool = True,
+    ) -> None:
         """Plan a step that has been checked.
 
         Args:
             step: The step.
             spec: Mask and dtype; its scale and soft cap are not read.
             options: For FlashInfer's plan.
+            stage_slots: Whether to say where new tokens belong.
         """
         self._step = None
         name = self._choose(step, spec)
         self._freeze((name, spec, tuple(sorted(options.items()))))
+        num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
         if self.capacity is not None:
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
                 max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
             )
-            step = pad_step(
-                step, self.capacity.batch_size + 1, self.capacity.num_tokens, self.sink_page
-            )
+        slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
+        if self.capacity is not None:
+            step = pad_step(step, self.capacity.batch_size + 1, num_tokens, self.sink_page)
         call = Call(self._version, name, spec.causal, spec.window_left)
         clear = rows_without_keys(step) if FA3_ROWS_WITHOUT_KEYS.hits(call) else None
         if clear is not None and self.capacity is None and not bool(clear.any()):
             clear = None  # a graph clears always: a later step may need it
         kernel = self._kernel(name)
         check_plan_options(kernel.wrapper, options, _OURS)
-        rows_to_clear = self._stage_and_plan(kernel, step, spec, clear, options)
+        no_rows = torch.empty(0, dtype=torch.bool)
+        token_arrays = [*slots, no_rows if clear is None else clear]
+        rows_to_clear = self._stage_and_plan(kernel, step, spec, options, token_arrays)
         self._frozen = (name, spec, tuple(sorted(options.items())))
         planned = kernel if step.num_tokens else None
-        self._step = PlannedStep(planned, spec, step.num_tokens, step.num_pages, rows_to_clear)
+        self._step = PlannedStep(
+            planned,
+            spec,
+            step.num_tokens,
+            step.num_pages,
+            None if clear is None else rows_to_clear,
+        )
 
     def _choose(self, step: HostStep, spec: AttentionSpec) -> str:
         """The kernel for a step; in graph mode for the capacity."""
@@ -237,14 +254,13 @@ class FlashInferPrefillWrapper(PagedWrapper):
         kernel: Kernel,
         step: HostStep,
         spec: AttentionSpec,
-        clear: Tensor | None,
         options: dict[str, Any],
-    ) -> Tensor | None:
-        """Send the step over and have FlashInfer plan it; return `clear` on the device."""
+        token_arrays: list[Tensor],
+    ) -> Tensor:
+        """Send the step and its tokens' arrays over, have FlashInfer plan it; return the last."""
         table = step.table
         arrays = [step.qo_indptr, table.kv_indptr, table.last_page_len, table.kv_lens]
-        arrays += token_slots(step, self.sink_page)
-        arrays += [torch.empty(0, dtype=torch.bool) if clear is None else clear, table.kv_indices]
+        arrays += [*token_arrays, table.kv_indices]
         host, on_gpu = self._stage(self._staging, arrays)
         self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[4:7]
         if step.num_tokens:
@@ -267,7 +283,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 )
             finally:
                 self._staging.hold()  # FlashInfer copies from the same page-locked memory
-        return None if clear is None else on_gpu[7]
+        return on_gpu[7]
 
     def _capacity_bytes(self) -> list[int] | None:
         return (
@@ -309,7 +325,8 @@ class FlashInferPrefillWrapper(PagedWrapper):
         return self._kernels[name]
 
 
-def _with_mask(spec: AttentionSpec, causal: bool, window_left: int) -> AttentionSpec:
+def with_mask(spec: AttentionSpec, causal: bool, window_left: int) -> AttentionSpec:
+    """Return the same layer with another mask."""
     return AttentionSpec(
         spec.num_qo_heads,
         spec.num_kv_heads,

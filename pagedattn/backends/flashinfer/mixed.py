@@ -1,0 +1,225 @@
+"""Steps that mix one-token rows with prompt rows, each on the kernel that is right for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
+from pagedattn.backends.flashinfer.host_step import HostStep, read_step, token_slots
+from pagedattn.backends.flashinfer.kernel import on_device
+from pagedattn.backends.flashinfer.kernel_choice import graph_prefill_kernel, has_fa3
+from pagedattn.backends.flashinfer.mixed_step import split_step
+from pagedattn.backends.flashinfer.paged_wrapper import (
+    Capacity,
+    PagedWrapper,
+    PlannedStep,
+    check_fits,
+    require_sizes,
+)
+from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper, with_mask
+from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.kernels.rows import gather_rows, scatter_rows
+from pagedattn.spec import AttentionSpec
+from pagedattn.staging import Staging
+
+
+class MixedWrapper(PagedWrapper):
+    """A decode and a prefill wrapper that share a step; both eager, or both in graph mode.
+
+    Args:
+        decode: For the one-token rows.
+        prefill: For the others; in graph mode with room for two requests a prompt row.
+        max_prefill_rows: In graph mode, the most prompt rows of a step.
+    """
+
+    def __init__(
+        self,
+        decode: FlashInferDecodeWrapper,
+        prefill: FlashInferPrefillWrapper,
+        max_prefill_rows: int | None,
+    ) -> None:
+        capacity = None
+        if decode.capacity is not None and prefill.capacity is not None:
+            capacity = Capacity(
+                decode.capacity.batch_size,
+                prefill.capacity.num_tokens,
+                prefill.capacity.num_pages,
+            )
+        workspace = torch.empty(
+            0, dtype=torch.uint8, device=decode.device
+        )  # the halves have theirs
+        super().__init__(workspace, decode.spec, decode.page_size, decode.device, capacity, False)
+        self.max_prefill_rows = max_prefill_rows
+        self._decode = decode
+        self._prefill = prefill
+        sizes = None
+        if capacity is not None:
+            sizes = [8 * capacity.num_tokens] * 3 + [8 * capacity.batch_size]
+        self._staging = Staging(self.device, sizes)
+        self._places: Tensor | None = None  # i64[decode rows]  their tokens; negative: padding
+        self._decode_rows: tuple[Tensor, Tensor, Tensor] | None = None  # q, out and lse of them
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        causal: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_lens: Tensor | None = None,
+        window_left: int = -1,
+        **kwargs: Any,
+    ) -> None:
+        """Make ready for a step; see `FlashInferPrefillWrapper.plan`, whose arguments these are."""
+        with self._range("plan"):
+            spec = with_mask(self._begin_plan(dtype), causal, window_left)
+            step = read_step(
+                qo_indptr,
+                paged_kv_indptr,
+                paged_kv_indices,
+                paged_kv_last_page_len,
+                self.page_size,
+                kv_lens,
+            )
+            self.plan_step(step, spec, kwargs)
+
+    def plan_step(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> None:
+        """Plan a step that has been checked; new tokens' slots are staged here, not by the halves.
+
+        Args:
+            step: The step.
+            spec: Mask and dtype; its scale and soft cap are not read.
+            options: For FlashInfer's plans.
+        """
+        self._step = None
+        parts = split_step(step, last_gap=self.capacity is None)
+        num_rows, num_pages = step.num_tokens, step.num_pages
+        if self.capacity is not None:
+            check_fits(
+                batch_size=(step.batch_size, self.capacity.batch_size),
+                max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
+                max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
+                max_prefill_rows=(parts.num_prompts, self.max_prefill_rows or 0),
+            )
+            num_rows = self.capacity.num_tokens
+            num_pages = max(num_pages, 0 if self.sink_page is None else self.sink_page + 1)
+        for half in (self._decode, self._prefill):
+            half.sink_page = self.sink_page
+        self._decode.plan_step(parts.decode, spec, options, stage_slots=False)
+        self._prefill.plan_step(parts.prefill, spec, options, stage_slots=False)
+        self._stage_rows(step, num_rows, parts.decode_places, spec)
+        self._step = PlannedStep(None, spec, num_rows, num_pages, None)
+
+    def run_into(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Write `out` and `lse` of tensors that have been checked already."""
+        self._planned_step()
+        if not q.shape[0] or self._places is None or self._decode_rows is None:
+            return
+        row_q, row_out, row_lse = (t[: self._places.shape[0]] for t in self._decode_rows)
+        with self._range("run"), on_device(self.device):
+            self._prefill.run_into(q, k_pages, v_pages, out, lse)
+            gather_rows(q, self._places, row_q)
+            self._decode.run_into(
+                q=row_q,
+                k_pages=k_pages,
+                v_pages=v_pages,
+                out=row_out,
+                lse=None if lse is None else row_lse,
+            )
+            scatter_rows(row_out, self._places, out)
+            if lse is not None:
+                scatter_rows(row_lse, self._places, lse)
+
+    def _stage_rows(
+        self, step: HostStep, num_tokens: int, places: Tensor, spec: AttentionSpec
+    ) -> None:
+        """Send over where decode rows are and where new tokens go; make room for the former."""
+        num_rows = places.shape[0]
+        if self.capacity is not None:
+            num_rows = self.capacity.batch_size
+            missing = num_rows - places.shape[0]
+            places = torch.cat([places, torch.full((missing,), -1, dtype=torch.int64)])
+        slots = token_slots(step, num_tokens, self.sink_page)
+        _, on_gpu = self._stage(self._staging, [*slots, places])
+        self.write_slots, self.token_to_page, self.token_to_cache, self._places = on_gpu
+        old = self._decode_rows
+        if old is None or old[0].shape[0] < num_rows or old[0].dtype != spec.dtype:
+            shape = (num_rows, spec.num_qo_heads, spec.head_dim)
+            # zeros: padding rows are never gathered, and a NaN there would look like a fault
+            q = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+            lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
+            self._decode_rows = (q, torch.empty_like(q), lse)
+
+
+class FlashInferMixedWrapper(MixedWrapper):
+    """A step that mixes one-token rows with prompt rows, at static shapes, for captured graphs.
+
+    The decode wrapper takes every row of the bucket: a one-token row attends its own pages, any
+    other row reads one token of the sink page and its output is dropped. The prefill wrapper takes
+    the prompt rows, in place. Every host array is staged in page-locked memory that the wrappers
+    own, so planning a step while the last one runs is safe. `q` has `max_total_tokens` rows in
+    every step, and output is in the caller's order; rows past the planned ones are finite.
+
+    Args:
+        decode_workspace: uint8[bytes] on the device, or a `Workspace`, for the one-token rows.
+        prefill_workspace: The same for the prompt rows; it may be the same one.
+        num_qo_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Elements of one head.
+        page_size: Tokens in one page.
+        batch_size: The most requests of a step.
+        max_total_tokens: The rows of every `q`.
+        max_num_pages: The most entries of `paged_kv_indices`.
+        max_prefill_rows: The most requests of a step that have more than one token.
+        device: Where attention runs.
+        backend: The prompt rows' kernel: "fa2", "fa3", or "auto", by measurement and capacity.
+
+    Raises:
+        ValueError: A size is out of its range, or FlashInfer cannot compute `head_dim`.
+    """
+
+    def __init__(
+        self,
+        decode_workspace: Tensor | Workspace,
+        prefill_workspace: Tensor | Workspace,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        batch_size: int,
+        max_total_tokens: int,
+        max_num_pages: int,
+        max_prefill_rows: int,
+        device: torch.device,
+        backend: str = "auto",
+    ) -> None:
+        require_sizes(True, max_prefill_rows=max_prefill_rows)
+        shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        decode = FlashInferDecodeWrapper(
+            decode_workspace,
+            *shape,
+            batch_size=batch_size,
+            max_num_pages=max_num_pages,
+            device=device,
+            accelerator_graph=True,
+        )
+        if backend == "auto":
+            fa3 = has_fa3(torch.device(device), head_dim)
+            backend = graph_prefill_kernel(max_total_tokens, max_prefill_rows, fa3=fa3)
+        prefill = FlashInferPrefillWrapper(
+            prefill_workspace,
+            *shape,
+            batch_size=2 * max_prefill_rows,
+            max_total_tokens=max_total_tokens,
+            max_num_pages=max_num_pages,
+            device=device,
+            accelerator_graph=True,
+            backend=backend,
+        )
+        super().__init__(decode, prefill, max_prefill_rows)
