@@ -1,4 +1,4 @@
-"""The stand-in takes what the installed FlashInfer takes: read from its source, without importing it."""
+"""The stand-in takes what the installed FlashInfer takes, read from its source: no import."""
 
 import ast
 import importlib.util
