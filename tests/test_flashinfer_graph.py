@@ -1,6 +1,7 @@
 """Graph mode: static buffers, padding, and captured runs that serve later plans.
 
-On a CPU nothing is captured, and the stand-in reads what a kernel would read from the static buffers.
+On a CPU nothing is captured, and the stand-in reads what a kernel would read from the static
+buffers.
 """
 
 import pytest
@@ -24,8 +25,8 @@ from pagedattn.backends.flashinfer import (
 BATCH, TOKENS, PAGES = 4, 16, 48
 SIZES = (*HEADS.values(), PAGE_SIZE)
 
-# What a captured graph is replayed for: the steps that it was captured with, then shorter and longer,
-# smaller and larger ones.
+# What a captured graph is replayed for: the steps that it was captured with, then shorter and
+# longer, smaller and larger ones.
 DECODE_STEPS = [[9, 17, 4, 33], [1, 2, 3, 4], [40, 41, 39, 44], [5], [], [0, 7], [60, 1, 1, 60]]
 STEPS = [
     ([9, 17, 4, 8], [4, 2, 4, 6]),
