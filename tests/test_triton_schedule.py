@@ -38,75 +38,69 @@ def planned(spec: AttentionSpec, qo_lens, kv_lens, capacity=None) -> TritonBacke
     return backend
 
 
-def lists_by_hand(backend: TritonBackend, qo_lens, kv_lens) -> tuple[list, list, int]:
-    """Short entries, long entries and the chunk, one request after another."""
+def by_hand(backend: TritonBackend, qo_lens, kv_lens) -> tuple[list[int], list[list[int]]]:
+    """The tiles of each short request for one KV head, and the long entries."""
     spec, tiles = backend.spec, backend.tiles
-    tile, work = tiles.short.tile, []
-    for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
+    tile, short_work, long_units = tiles.short.tile, [], []
+    for request, (qo_len, kv_len) in enumerate(zip(qo_lens, kv_lens, strict=True)):
         first = max(0, kv_len - qo_len - spec.window_left) if spec.window_left >= 0 else 0
-        work.append(max(0, -(-kv_len // tile) - first // tile))
-    rows = [n * spec.group_size for n in qo_lens]
-    short = [0 < n <= tiles.max_short_rows for n in rows]
-    blocks = [-(-n // tiles.short.rows) for n in rows]
-    cost = sum(w * b for w, b, s in zip(work, blocks, short, strict=True) if s)
-    chunk = max(-(-cost * spec.num_kv_heads // tiles.short_programs), tiles.min_chunk)
-    short_units, long_units = [], []
-    for request, n in enumerate(rows):
-        if short[request]:
-            splits = max(1, -(-work[request] // chunk))
-            short_units += [
-                [request, block, split, splits]
-                for block in range(blocks[request])
-                for split in range(splits)
-            ]
-        elif n:
-            long_units += [[request, b] for b in reversed(range(-(-n // tiles.long.rows)))]
-    return short_units, long_units, chunk
+        visited = max(1, -(-kv_len // tile) - first // tile)
+        rows = qo_len * spec.group_size
+        is_short = rows <= tiles.max_short_rows
+        short_work.append(-(-rows // tiles.short.rows) * visited if is_short else 0)
+        if not is_short:
+            blocks = -(-rows // tiles.long.rows)
+            long_units += [[request, block] for block in reversed(range(blocks))]
+    return short_work, long_units
 
 
 @given(heads=HEADS, lengths=LENGTHS, window_left=WINDOWS)
-def test_both_lists_are_those_made_by_hand(heads, lengths, window_left):
+def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     spec = AttentionSpec(*heads, head_dim=64, window_left=window_left)
     qo_lens, kv_lens = zip(*lengths, strict=True)
     backend = planned(spec, qo_lens, kv_lens)
-    short_units, long_units, chunk = lists_by_hand(backend, qo_lens, kv_lens)
-    if not short_units and not long_units:
+    if sum(qo_lens) == 0:
         return
-    buffers = backend._buffers
-    num_short, num_long, got_chunk, _ = buffers.header.tolist()
-    assert (num_short, num_long) == (len(short_units), len(long_units))
-    assert got_chunk == chunk
-    assert buffers.short_units[:num_short].tolist() == short_units
+    work, long_units = by_hand(backend, qo_lens, kv_lens)
+    buffers, programs = backend._buffers, backend.tiles.short_programs
+    chunk, num_tiles, num_long, _ = buffers.header.tolist()
+    assert num_tiles == sum(work) * spec.num_kv_heads
+    assert chunk == max(-(-num_tiles // programs), backend.tiles.min_chunk)
+    ends = [0, *np.cumsum(work).tolist()]
+    assert buffers.short_ends[: len(work) + 1].tolist() == ends
     assert buffers.long_units[:num_long].tolist() == long_units
+    assert size_of_step(np.array(qo_lens) * spec.group_size, backend.tiles).long_units == num_long
+    for program, first in enumerate(buffers.short_first.tolist()):
+        at = program * chunk
+        if at < num_tiles:  # the request that owns the chunk's first tile
+            assert ends[first] * spec.num_kv_heads <= at < ends[first + 1] * spec.num_kv_heads
 
 
-@given(heads=HEADS, lengths=LENGTHS, window_left=WINDOWS)
-def test_a_schedule_never_exceeds_its_bound(heads, lengths, window_left):
-    spec = AttentionSpec(*heads, head_dim=64, window_left=window_left)
-    qo_lens, kv_lens = zip(*lengths, strict=True)
-    backend = planned(spec, qo_lens, kv_lens)
-    short_units, long_units, _ = lists_by_hand(backend, qo_lens, kv_lens)
-    size = size_of_step(np.array(qo_lens), spec, backend.tiles)
-    assert len(short_units) <= size.short_units
-    assert len(long_units) <= size.long_units
+@given(heads=HEADS, lengths=LENGTHS)
+def test_a_capacity_makes_room_for_every_step_that_fits_it(heads, lengths):
+    spec = AttentionSpec(*heads, head_dim=64)
+    qo_lens, _ = zip(*lengths, strict=True)
+    tiles = planned(spec, [1], [1]).tiles
     capacity = Capacity(len(lengths), max(sum(qo_lens), len(lengths)), 10_000)
-    assert size_of_capacity(capacity, spec, backend.tiles).covers(size)
+    padding = capacity.max_tokens - sum(qo_lens)
+    size = size_of_step(np.array([*qo_lens, padding]) * spec.group_size, tiles)
+    assert size_of_capacity(capacity, spec, tiles).covers(size)
 
 
 def test_with_a_capacity_the_padding_rows_are_a_request_without_keys():
     spec = AttentionSpec(4, 2, head_dim=64)
     backend = planned(spec, [1, 1], [100, 300], Capacity(8, 300, 100))
-    num_short, num_long, _, _ = backend._buffers.header.tolist()
+    num_long = int(backend._buffers.header[2])
     rows = (300 - 2) * spec.group_size
     assert num_long == -(-rows // backend.tiles.long.rows)
     assert set(backend._buffers.long_units[:num_long, 0].tolist()) == {2}
-    assert set(backend._buffers.short_units[:num_short, 0].tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("batch_size", [1023, 1024, 1025, 2049])
 def test_a_batch_beyond_one_block_of_the_plan_is_scheduled_whole(batch_size):
     spec = AttentionSpec(1, 1, head_dim=64)
-    qo_lens = [1] * batch_size
-    backend = planned(spec, qo_lens, [3] * batch_size)
-    num_short = int(backend._buffers.header[0])
-    assert backend._buffers.short_units[:num_short, 0].tolist() == list(range(batch_size))
+    backend = planned(spec, [1, 100] * batch_size, [3, 200] * batch_size)
+    ends = backend._buffers.short_ends[: 2 * batch_size + 1].tolist()
+    assert ends == [(r + 1) // 2 for r in range(2 * batch_size + 1)]
+    num_long = int(backend._buffers.header[2])
+    assert backend._buffers.long_units[:num_long, 0].tolist() == list(range(1, 2 * batch_size, 2))

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pagedattn.kernels.masks import end_key, first_key, is_visible
 from pagedattn.kernels.pages import load_page_ids, slot_offsets
-from pagedattn.kernels.softmax import add_scores, dot, dot_add, finish, scale_scores
+from pagedattn.kernels.softmax import add_scores, dot, dot_add, finish, narrow, scale_scores
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _sweep(
             v = tl.load(v_pointers)
         else:
             v = tl.load(v_pointers, mask=in_head[None, :], other=0.0)
-        acc = dot_add(p.to(v.dtype), v, acc * rescale[:, None], UPCAST)
+        acc = dot_add(narrow(p, v.dtype, UPCAST), v, acc * rescale[:, None], UPCAST)
     return m, l, acc
 
 
@@ -70,7 +70,7 @@ def long_attention(
     SOFT_CAP: tl.constexpr, WITH_LSE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute every unit of the long list."""
-    num_units = tl.load(HEADER + 1) * num_kv_heads
+    num_units = tl.load(HEADER + 2) * num_kv_heads
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
@@ -132,7 +132,7 @@ def long_attention(
         at_out = token * out_stride + qo_head * HEAD_DIM
         tl.store(
             OUT + at_out[:, None] + dims[None, :],
-            out.to(OUT.dtype.element_ty),
+            narrow(out, OUT.dtype.element_ty, UPCAST),
             mask=live[:, None] & in_head[None, :],
         )
         if WITH_LSE:

@@ -31,6 +31,16 @@ def dot_add(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def narrow(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """float32 to `dtype`, to nearest even. The interpreter would truncate to bfloat16."""
+    if UPCAST:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.int32, bitcast=True)
+            x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def scale_scores(s, score_scale, cap, SOFT_CAP: tl.constexpr):
     """Raw products to base-2 scores: `s * score_scale`, or `cap * tanh(s * score_scale)`.
 

@@ -59,7 +59,7 @@ class TritonBackend:
         self._constants = _kernel_constants(spec, page_size)
         if capacity is None:
             self._staging = Staging(device)
-            self._buffers = self._allocate(ScheduleSize(0, 0, 0))
+            self._buffers = self._allocate(ScheduleSize(0, 0))
         else:
             self._staging = Staging(device, _capacity_bytes(capacity))
             self._buffers = self._allocate(size_of_capacity(capacity, spec, self.tiles))
@@ -87,7 +87,7 @@ class TritonBackend:
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Copy the table to the device and build the schedule there."""
         slots = write_slots(page_table, qo_indptr)
-        qo_lens = np.diff(qo_indptr.numpy())
+        num_rows = np.diff(qo_indptr.numpy()).astype(np.int64) * self.spec.group_size
         kv_indptr, kv_lens = page_table.kv_indptr, page_table.kv_lens
         if self.capacity is not None:
             # the rows past the last token are one more request, which has no keys
@@ -95,14 +95,13 @@ class TritonBackend:
             kv_indptr = _append(kv_indptr, int(kv_indptr[-1]))
             kv_lens = _append(kv_lens, 0)
         else:
-            size = size_of_step(qo_lens, self.spec, self.tiles)
+            size = size_of_step(num_rows, self.tiles)
             if not self._buffers.size.covers(size):
                 self._buffers = self._allocate(size)
         *step, self.write_slots = self._staging.upload(
             [qo_indptr, kv_indptr, kv_lens, page_table.kv_indices, slots]
         )
         self._step = _StepTensors(*step)
-        num_rows = qo_lens * self.spec.group_size
         # a captured launch must serve every later step, so with a capacity both kernels always run
         self._has_short = self.capacity is not None or bool(
             ((num_rows > 0) & (num_rows <= self.tiles.max_short_rows)).any()
@@ -132,7 +131,7 @@ class TritonBackend:
         if self._has_short:
             tiles = self.tiles.short
             short_attention[(self.tiles.short_programs,)](
-                *tensors, *table, buffers.short_units,
+                *tensors, *table, buffers.short_ends, buffers.short_first,
                 buffers.piece_acc, buffers.piece_ml, buffers.arrived, *numbers,
                 **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
                 num_warps=tiles.num_warps,
@@ -147,11 +146,10 @@ class TritonBackend:
 
     def _launch_plan(self, batch_size: int) -> None:
         buffers, tiles = self._buffers, self.tiles
-        first_short, first_long, splits = buffers.per_request
         build_schedule[(1,)](
             self._step.qo_indptr, self._step.kv_lens,
-            buffers.header, buffers.short_units, buffers.long_units,
-            first_short, first_long, splits, buffers.arrived,
+            buffers.header, buffers.short_ends, buffers.short_first, buffers.long_units,
+            buffers.long_ends, buffers.arrived,
             batch_size, self.spec.num_kv_heads, self._window_left(), tiles.short_programs,
             batch_size.bit_length(),
             GROUP=self.spec.group_size, MAX_SHORT_ROWS=tiles.max_short_rows,

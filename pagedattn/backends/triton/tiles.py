@@ -37,12 +37,12 @@ class Tiles:
     short: KernelTiles
     long: KernelTiles
     max_short_rows: int  # a request with more packed rows goes to the long kernel
-    min_chunk: int  # tiles that a split has at least: below, the merge costs more than it gains
+    min_chunk: int  # tiles that a program has at least: below, the merge costs more than it gains
     programs: int  # that are resident at once on one program per SM
 
     @property
     def short_programs(self) -> int:
-        """Grid of the short kernel, and the number of units that its schedule aims at."""
+        """Grid of the short kernel."""
         return self.programs * self.short.programs_per_sm
 
     @property
