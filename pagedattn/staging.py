@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,10 @@ class Staging:
     ) -> None:
         self.device = device
         self._on_gpu = device.type == "cuda"
-        self._host: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
+        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
         self._turn = 0
-        self.host: list[Tensor] = []
-        """Page-locked copies of the last uploaded tensors; see `hold`."""
+        self._layout: list[tuple[int, Tensor]] = []  # of the last upload: offset and tensor
         self._offsets: list[int] | None = None
         self._fixed: Tensor | None = None
         if capacity_bytes is not None:
@@ -50,31 +50,31 @@ class Staging:
         """Copy host tensors to the device, in the current stream's order, without waiting for it.
 
         Args:
-            tensors: Contiguous host tensors of any dtype; read before this returns.
+            tensors: Contiguous host tensors of dtypes that numpy has; read before this returns.
 
         Returns:
             Device tensors of the same shapes and dtypes.
         """
         sizes = [t.numel() * t.element_size() for t in tensors]
         offsets = self._offsets or _offsets_of(sizes)
-        num_bytes = offsets[-2] + sizes[-1]
-        host = self._next_host_buffer(offsets[-1])
-        self.host = [
-            host[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-            for tensor, offset, size in zip(tensors, offsets, sizes, strict=False)
-        ]
-        for staged, tensor in zip(self.host, tensors, strict=True):
-            staged.copy_(tensor)
+        num_bytes = offsets[len(tensors) - 1] + sizes[-1]
+        host = self._next_buffer(offsets[-1])
+        staged = host.numpy()  # numpy: a torch operation on a few bytes costs five times as much
+        for tensor, offset, size in zip(tensors, offsets, sizes, strict=False):
+            staged[offset : offset + size] = tensor.numpy().reshape(-1).view(np.uint8)
+        self._layout = list(zip(offsets, tensors, strict=False))
         if self._fixed is None:
             device_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
         else:
             device_buffer = self._fixed
         device_buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
         self.hold()
-        return [
-            device_buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-            for tensor, offset, size in zip(tensors, offsets, sizes, strict=False)
-        ]
+        return _views(device_buffer, self._layout)
+
+    @property
+    def host(self) -> list[Tensor]:
+        """Page-locked copies of the last uploaded tensors; see `hold`."""
+        return _views(self._buffers[self._turn], self._layout)
 
     def fixed_buffers(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
         """The device tensors that uploads fill, each at its full capacity, one a dtype.
@@ -98,16 +98,27 @@ class Staging:
                 event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
 
-    def _next_host_buffer(self, num_bytes: int) -> Tensor:
-        self._turn = (self._turn + 1) % len(self._host)
+    def _next_buffer(self, num_bytes: int) -> Tensor:
+        self._turn = (self._turn + 1) % len(self._buffers)
         event = self._copied[self._turn]
         if event is not None:
             event.synchronize()
-        if self._host[self._turn].numel() < num_bytes:
-            self._host[self._turn] = torch.empty(
-                2 * num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu
+        if self._buffers[self._turn].numel() < num_bytes:
+            self._buffers[self._turn] = torch.empty(
+                -(-2 * num_bytes // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, pin_memory=self._on_gpu
             )
-        return self._host[self._turn]
+        return self._buffers[self._turn]
+
+
+def _views(buffer: Tensor, layout: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """What lies in a packed buffer, shaped like the tensors that were packed."""
+    whole = {tensor.dtype: buffer.view(tensor.dtype) for _, tensor in layout}
+    views = []
+    for offset, tensor in layout:
+        begin = offset // tensor.element_size()
+        view = whole[tensor.dtype][begin : begin + tensor.numel()]
+        views.append(view if tensor.ndim == 1 else view.view(tensor.shape))
+    return views
 
 
 def _offsets_of(sizes: Sequence[int]) -> list[int]:
