@@ -82,13 +82,19 @@ def check_step(attend: Attend, step: Step, *, tanh_error: float = 0.0) -> Compar
     return compare(attend(step), expected, bound)
 
 
+def compared_with(backend: str) -> str:
+    """What `check_backend` compares this backend with, in words."""
+    return "dense float64" if backend == "reference" else "float64 reference"
+
+
 def check_backend(backend: str, step: Step) -> Comparison:
-    """Compare a backend with float64: the oracle, or dense attention where the oracle is tested."""
+    """Compare a backend with float64: with the oracle, and the oracle's own with `dense.py`."""
+    attend = attend_with(backend)
     if backend == "reference":
         expected = dense_attention(step, torch.float64)
-        return compare(attend_with(backend)(step), expected, allowed_error(step, expected))
+        return compare(attend(step), expected, allowed_error(step, expected))
     tanh_error = HARDWARE_TANH_ERROR if backend == "flashinfer" else 0.0
-    return check_step(attend_with(backend), step, tanh_error=tanh_error)
+    return check_step(attend, step, tanh_error=tanh_error)
 
 
 def _worst(tensor: str, got: Tensor, expected: Tensor, allowed: Tensor) -> Difference | None:
