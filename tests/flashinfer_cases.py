@@ -9,12 +9,12 @@ import flashinfer_stand_in
 import pytest
 import torch
 
-from pagedattn.backends.flashinfer import backend, decode, head_dim, prefill
+from pagedattn.backends.flashinfer import backend, decode, head_dim, need, prefill
 from pagedattn.backends.reference import ReferenceBackend
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
-HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 PAGE_SIZE = 4
 
 
@@ -23,7 +23,7 @@ def flashinfer(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """The library under test; the wrappers find it through their one seam."""
     if device.type == "cuda":
         return pytest.importorskip("flashinfer")
-    for module in (backend, decode, head_dim, prefill):
+    for module in (backend, decode, head_dim, need, prefill):
         monkeypatch.setattr(module, "load_flashinfer", lambda: flashinfer_stand_in)
     return flashinfer_stand_in
 
@@ -84,7 +84,7 @@ def right_answer(step: Step, **mask) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_right(out: torch.Tensor, lse: torch.Tensor | None, step: Step, **mask) -> None:
     """Allow what rounding the weights and the output once each costs.
 
-    Outputs are means of values below about 4, so twice one rounding of each stays under 4 * 2 * eps.
+    Outputs are means of values below about 4: twice one rounding of each is below 4 * 2 * eps.
     """
     right, right_lse = right_answer(step, **mask)
     rows = right.shape[0]

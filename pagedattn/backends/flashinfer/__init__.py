@@ -7,6 +7,7 @@ is built, so the package works where FlashInfer is not installed.
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper
+from pagedattn.backends.flashinfer.need import DeviceFacts, WorkspaceNeed, workspace_need
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.workspace import (
     Workspace,
@@ -16,12 +17,15 @@ from pagedattn.backends.flashinfer.workspace import (
 )
 
 __all__ = [
+    "DeviceFacts",
     "FlashInferDecodeWrapper",
     "FlashInferMixedWrapper",
     "FlashInferPrefillWrapper",
     "Workspace",
+    "WorkspaceNeed",
     "WorkspacePool",
     "WorkspaceTooSmall",
     "check_flashinfer_head_dim",
     "workspace_bytes",
+    "workspace_need",
 ]

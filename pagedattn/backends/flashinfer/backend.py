@@ -22,9 +22,10 @@ from pagedattn.backends.flashinfer.kernel_choice import (
 )
 from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
 from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper, MixedWrapper
+from pagedattn.backends.flashinfer.need import DeviceFacts, eager_float_bytes, workspace_need
 from pagedattn.backends.flashinfer.paged_wrapper import DTYPES
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
-from pagedattn.backends.flashinfer.workspace import Workspace, workspace_bytes
+from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
@@ -52,7 +53,8 @@ class FlashInferBackend:
         capacity: Capacity | None,
     ) -> None:
         self.spec = spec
-        tensor = torch.zeros(_first_workspace_bytes(), dtype=torch.uint8, device=device)
+        num_bytes = _first_workspace_bytes(spec, capacity, device)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         # One float workspace for all: its content lives from a kernel to its merge, in stream order
         self._workspace = Workspace(tensor, "PagedAttention")
         self._options: dict[str, Any] = {"sm_scale": spec.scale}
@@ -184,9 +186,16 @@ class _GraphWrapper:
         return self._wrapper
 
 
-def _first_workspace_bytes() -> int:
-    """What a workspace begins with, as far as nothing declares it: it grows to what plans need."""
-    return min(workspace_bytes(), 64 * 1024 * 1024)
+def _first_workspace_bytes(
+    spec: AttentionSpec, capacity: Capacity | None, device: torch.device
+) -> int:
+    """What plans are expected to reserve; the workspace grows where that is wrong."""
+    if device.type != "cuda":
+        return 1024
+    facts = DeviceFacts.of(device)
+    if capacity is None:
+        return eager_float_bytes(spec, facts)
+    return max(1024, workspace_need(spec, capacity, facts).float_bytes)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

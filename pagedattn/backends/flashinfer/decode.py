@@ -17,7 +17,12 @@ from pagedattn.backends.flashinfer.host_step import (
 )
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
 from pagedattn.backends.flashinfer.kernel_choice import KERNELS
-from pagedattn.backends.flashinfer.library import check_plan_options, load_flashinfer
+from pagedattn.backends.flashinfer.library import (
+    check_plan_options,
+    flashinfer_version,
+    load_flashinfer,
+)
+from pagedattn.backends.flashinfer.need import DeviceFacts, decode_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
     Capacity,
     PagedWrapper,
@@ -226,7 +231,13 @@ class FlashInferDecodeWrapper(PagedWrapper):
                 "paged_kv_last_page_len_buffer": fixed[1],
             }
         with on_device(self.device):
-            wrapper = load_flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+            library = load_flashinfer()
+            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
                 self._float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
             )
-        return Kernel(wrapper, "fa2", self._workspace, self.device, self.accelerator_graph)
+        kernel = Kernel(wrapper, "fa2", self._workspace, self.device, self.accelerator_graph)
+        if self.capacity is not None and self.device.type == "cuda":
+            facts, version = DeviceFacts.of(self.device), flashinfer_version(library)
+            need = decode_need(self.spec, self.capacity.batch_size, facts, version)
+            kernel.set_integer_bytes(need.int_bytes)
+        return kernel

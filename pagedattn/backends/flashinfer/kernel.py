@@ -53,6 +53,15 @@ class Kernel:
         self._schedules = PinnedSchedules(wrapper, device)
         self._natural_log = takes_argument(wrapper.run, "lse_base")
 
+    def set_integer_bytes(self, num_bytes: int) -> None:
+        """Replace FlashInfer's integer workspace of 8 MiB before the first plan.
+
+        Args:
+            num_bytes: What plans will need; if that is wrong, the first plan grows it.
+        """
+        with on_device(self._device):
+            self._schedules.replace_integer_workspace(-(-num_bytes // _LOAD_BYTES) * _LOAD_BYTES)
+
     def plan(self, *args: Any, **options: Any) -> None:
         """Call FlashInfer's plan; a too small integer workspace gives way to a larger one."""
         with on_device(self._device):
@@ -81,7 +90,7 @@ class Kernel:
                     f"{overflow.piece} of {overflow.size} bytes, and captured graphs read it where "
                     "it is: plan the largest step first"
                 ) from error
-            self._schedules.grow_integer_workspace(2 * (size + overflow.size))
+            self._schedules.replace_integer_workspace(2 * (size + overflow.size))
             return False
         return True
 

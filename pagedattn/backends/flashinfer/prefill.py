@@ -28,6 +28,7 @@ from pagedattn.backends.flashinfer.library import (
     flashinfer_version,
     load_flashinfer,
 )
+from pagedattn.backends.flashinfer.need import DeviceFacts, prefill_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
     Capacity,
     PagedWrapper,
@@ -319,9 +320,13 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
                     self._float_workspace, "NHD", backend=name, **buffers
                 )
-            self._kernels[name] = Kernel(
-                wrapper, name, self._workspace, self.device, self.accelerator_graph
-            )
+            kernel = Kernel(wrapper, name, self._workspace, self.device, self.accelerator_graph)
+            if self.capacity is not None and self.device.type == "cuda":
+                facts = DeviceFacts.of(self.device)
+                sizes = self.capacity.batch_size, self.capacity.num_tokens
+                need = prefill_need(self.spec, *sizes, name, facts, self._version)
+                kernel.set_integer_bytes(need.int_bytes)
+            self._kernels[name] = kernel
         return self._kernels[name]
 
 

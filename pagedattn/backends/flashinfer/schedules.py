@@ -65,9 +65,17 @@ class PinnedSchedules:
                 event = self._copied[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
 
-    def grow_integer_workspace(self, num_bytes: int) -> None:
-        """Give the wrapper a new integer workspace; never once a graph has captured the old."""
+    def replace_integer_workspace(self, num_bytes: int) -> None:
+        """Give the wrapper a new integer workspace; never once a graph has captured the old.
+
+        Waits for the copies that are queued: the allocator of page-locked memory knows nothing of
+        them, and would give away what they still read.
+        """
+        for event in self._copied:
+            if event is not None:
+                event.synchronize()
         wrapper = self._wrapper
         fresh = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, fresh)
-        self.hold()  # it made itself a page-locked buffer of that size
+        self._buffers = [None] * len(self._buffers)
+        self._buffers[self._turn] = getattr(wrapper, _ATTRIBUTE)  # one of that size, of its own
