@@ -36,7 +36,8 @@ def narrow(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         if dtype == tl.bfloat16:
             bits = x.to(tl.int32, bitcast=True)
-            x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000  # it maps denormals to junk
+            x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 
