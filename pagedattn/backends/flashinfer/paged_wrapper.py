@@ -15,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedattn.backends.flashinfer.custom_op import (
+    flashinfer_run,
+    flashinfer_run_return_lse,
+    register,
+)
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
@@ -86,6 +91,7 @@ class PagedWrapper:
             raise ValueError(
                 f"workspace_buffer must be on {self.device}, got {self._float_workspace.device}"
             )
+        self._number = register(self)
         self._step: PlannedStep | None = None
         self._frozen: object = None  # what a captured kernel was compiled and launched for
 
@@ -110,17 +116,25 @@ class PagedWrapper:
             RuntimeError: There is no good plan, or a graph captures a wrapper that is not for it.
             ValueError: A tensor has a wrong shape, dtype or device.
         """
+        kv_cache = _as_sequence(kv_cache_layer)
+        if torch.compiler.is_compiling():
+            compiled: Tensor = flashinfer_run(q, kv_cache, self._number)
+            return compiled
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self._checked_run(q, kv_cache_layer, out, None)
+        self.run_checked(q, kv_cache, out, None)
         return out
 
     def run_return_lse(
         self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Like `run`, and return the natural-log LSE, f32[total_tokens, num_qo_heads], too."""
+        kv_cache = _as_sequence(kv_cache_layer)
+        if torch.compiler.is_compiling():
+            both: tuple[Tensor, Tensor] = flashinfer_run_return_lse(q, kv_cache, self._number)
+            return both
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self._checked_run(q, kv_cache_layer, out, lse)
+        self.run_checked(q, kv_cache, out, lse)
         return out, lse
 
     def run_into(
@@ -136,13 +150,10 @@ class PagedWrapper:
                 if lse is not None:
                     lse.masked_fill_(step.rows_to_clear[:, None], -torch.inf)
 
-    def _checked_run(
-        self,
-        q: Tensor,
-        kv_cache_layer: Tensor | tuple[Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor | None,
+    def run_checked(
+        self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
     ) -> None:
+        """Check `q` and one layer's cache (one tensor, or keys and values), then `run_into`."""
         step = self._planned_step()
         if not self.accelerator_graph and is_capturing(self.device):
             raise RuntimeError(
@@ -150,8 +161,9 @@ class PagedWrapper:
                 "would read stale plans; build it with accelerator_graph=True"
             )
         check_query(q, "q", step.spec, step.num_rows, self.device)
+        layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
         k_pages, v_pages = split_kv_cache(
-            kv_cache_layer, step.spec, self.page_size, step.num_pages, self.device
+            layer, step.spec, self.page_size, step.num_pages, self.device
         )
         self.run_into(q, k_pages, v_pages, out, lse)
 
@@ -191,6 +203,10 @@ class PagedWrapper:
         if not self.enable_nvtx:
             return contextlib.nullcontext()
         return torch.cuda.nvtx.range(f"{type(self).__name__}.{what}")
+
+
+def _as_sequence(kv_cache_layer: Tensor | tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+    return [kv_cache_layer] if isinstance(kv_cache_layer, Tensor) else list(kv_cache_layer)
 
 
 def full_device(device: torch.device | str) -> torch.device:
