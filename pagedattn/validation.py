@@ -1,13 +1,14 @@
 """Every check of tables and tensors, in one place, called by the facade alone.
 
-Each function raises a `ValueError` that names the tensor, what was got and what was expected, before
-anything is written. Values are read from host tensors only: nothing here waits for a GPU.
+Each function raises a `ValueError` that names the tensor, what was got and what was expected,
+before anything is written. Values are read from host tensors only: nothing here waits for a GPU.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.page_table import PageTable
@@ -71,6 +72,29 @@ def check_page_table(table: PageTable, page_size: int) -> int:
     if highest >= 1 << 31:
         raise ValueError(f"kv_indices must not be negative, got page id {ids.min()}")
     return highest + 1
+
+
+def lens_of_last_pages(
+    last_page_len: Tensor, name: str, kv_indptr: Tensor, page_size: int
+) -> NDArray[np.int32]:
+    """Check last-page lengths against a checked `kv_indptr`; return i32[batch], the `kv_lens`.
+
+    Args:
+        last_page_len: i32[batch], 1 to `page_size`, 0 where a request has no page (host tensor).
+        name: For messages.
+        kv_indptr: i32[batch + 1], where each request's pages begin (host tensor).
+        page_size: Tokens in one page.
+    """
+    last, indptr = last_page_len.numpy(), kv_indptr.numpy()
+    num_pages = indptr[1:] - indptr[:-1]
+    low = np.minimum(num_pages, 1)
+    wrong = (last < low) | (last > low * page_size)
+    if wrong.any():
+        row = int(wrong.argmax())
+        expected = f"1 to {page_size}" if num_pages[row] else "0, as it has no page"
+        raise ValueError(f"{name}[{row}] is {last[row]}, expected {expected}")
+    lens: NDArray[np.int32] = (num_pages - low) * page_size + last
+    return lens
 
 
 def check_query(q: Tensor, name: str, spec: AttentionSpec, rows: int, device: torch.device) -> None:

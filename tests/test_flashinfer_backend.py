@@ -71,7 +71,7 @@ def test_a_strided_output_is_written(device):
     backend = FlashInferBackend(SPEC, PAGE_SIZE, device, None)
     step = make_step(device, [9, 17, 30], [4, 1, 16])
     backend.plan(step.table, step.qo_indptr)
-    wide = torch.full((21, 7, 64), torch.nan, dtype=step.q.dtype, device=device)
+    wide = torch.full((21, 7, HEADS["head_dim"]), torch.nan, dtype=step.q.dtype, device=device)
     backend.run(step.q, step.kv_cache[:, 0], step.kv_cache[:, 1], wide[:, 1:5], None)
     assert_right(wide[:, 1:5].contiguous(), None, step)
     assert bool(wide[:, [0, 5, 6]].isnan().all())

@@ -25,7 +25,7 @@ from pagedattn.backends.flashinfer.library import flashinfer_version
 
 
 def on_hopper(device: torch.device) -> torch.device:
-    if not has_fa3(device, 64):
+    if not has_fa3(device, HEADS["head_dim"]):
         pytest.skip("needs a GPU of compute capability 9.0")
     return device
 
@@ -87,7 +87,7 @@ def test_fa3_leaves_rows_without_keys_on_affected_versions(device, flashinfer): 
 
 @pytest.mark.parametrize("kv_lens", [[17], [17, 0, 60]])
 def test_ours_gives_zeros_to_rows_without_keys(device, kv_lens):
-    kernel = "fa3" if has_fa3(device, 64) else "fa2"
+    kernel = "fa3" if has_fa3(device, HEADS["head_dim"]) else "fa2"
     floats = workspace(device)
     wrapper = FlashInferPrefillWrapper(
         floats, *HEADS.values(), PAGE_SIZE, device=device, backend=kernel
@@ -122,7 +122,7 @@ def test_rows_without_keys_are_cleared_where_a_version_needs_it(device, monkeypa
 
 @pytest.mark.gpu
 def test_other_gpus_refuse_a_window_without_a_mask(device):
-    if device.type != "cuda" or has_fa3(device, 64):
+    if device.type != "cuda" or has_fa3(device, HEADS["head_dim"]):
         pytest.skip("needs a GPU of another compute capability than 9.0")
     with pytest.raises(UnsupportedSpec, match="4972"):
         PagedAttention(AttentionSpec(**HEADS, **WINDOW), 16, backend="flashinfer", device=device)

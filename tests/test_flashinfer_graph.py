@@ -128,7 +128,7 @@ def test_q_must_have_the_captured_rows(device, make):
     wrapper, _, rows = make(device)
     step = make_step(device, [3, 4], [1, 1])
     plan(wrapper, step)
-    with pytest.raises(ValueError, match=rf"q must have shape \[{rows}, 4, 64\]"):
+    with pytest.raises(ValueError, match=rf"q must have shape \[{rows}, 4, "):
         wrapper.run(step.q, step.kv_cache)
 
 

@@ -122,20 +122,24 @@ def test_splitting_keeps_every_token_and_every_page(rows, gap):
     qo_lens, kv_lens = [q for _, q in rows], [kv for kv, _ in rows]
     table = PageTable.from_lengths(kv_lens, 2)
     qo_indptr = torch.tensor([0, *qo_lens], dtype=torch.int32).cumsum(0).int()
-    parts = split_step(HostStep(table, qo_indptr, 0), last_gap=gap)
+    parts = split_step(HostStep.of_table(table, qo_indptr), last_gap=gap)
     decode = [r for r, q in enumerate(qo_lens) if q == 1]
     prompts = [r for r, q in enumerate(qo_lens) if q > 1]
     assert parts.num_prompts == len(prompts)
     assert parts.decode_places.tolist() == [int(qo_indptr[r]) for r in decode]
+    assert parts.decode.kv_lens.tolist() == [kv_lens[r] for r in decode]
     for row, request in enumerate(decode):
-        assert parts.decode.table.pages_of(row).tolist() == table.pages_of(request).tolist()
-    assert parts.decode.table.kv_lens.tolist() == [kv_lens[r] for r in decode]
+        assert pages_of(parts.decode, row) == table.pages_of(request).tolist()
     inner = parts.prefill
     for row, request in enumerate(prompts):
         begin, end = inner.qo_indptr[2 * row + 1 : 2 * row + 3].tolist()
         assert [begin, end] == qo_indptr[request : request + 2].tolist()
-        assert inner.table.pages_of(2 * row + 1).tolist() == table.pages_of(request).tolist()
-        assert int(inner.table.kv_lens[2 * row + 1]) == kv_lens[request]
-        assert int(inner.table.kv_lens[2 * row]) == 0
-    if gap:
-        assert int(inner.qo_indptr[-1]) == sum(qo_lens)
+        assert pages_of(inner, 2 * row + 1) == table.pages_of(request).tolist()
+        assert inner.kv_lens[2 * row : 2 * row + 2].tolist() == [0, kv_lens[request]]
+        assert pages_of(inner, 2 * row) == []
+    last = sum(qo_lens) if gap else max((int(qo_indptr[r + 1]) for r in prompts), default=0)
+    assert inner.num_tokens == last
+
+
+def pages_of(step: HostStep, row: int) -> list[int]:
+    return step.kv_indices[step.kv_indptr[row] : step.kv_indptr[row + 1]].tolist()

@@ -103,8 +103,7 @@ class FlashInferBackend:
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Pick a wrapper for the step and plan it."""
-        num_pages = int(page_table.kv_indices.max()) + 1 if page_table.kv_indices.numel() else 0
-        step = HostStep(page_table, qo_indptr, num_pages)
+        step = HostStep.of_table(page_table, qo_indptr)
         wrapper = self._wrappers.of(step)
         wrapper.sink_page = None  # the facade's caches need not have one: padding rows see no key
         wrapper.plan_step(step, self.spec, self._options)
@@ -131,11 +130,11 @@ class _EagerWrappers:
 
     def of(self, step: HostStep) -> _Wrapper:
         """The wrapper for a step, by its query lengths."""
-        qo_lens = step.qo_indptr.diff()
+        qo_lens = step.qo_lens
         one_token = qo_lens == 1
-        if bool(one_token.all()):
+        if one_token.all():
             return self._decode
-        if bool(one_token.any()) and holds_prompts(step.num_tokens, int((qo_lens > 0).sum())):
+        if one_token.any() and holds_prompts(step.num_tokens, int((qo_lens > 0).sum())):
             return self._mixed
         return self._prefill
 

@@ -180,15 +180,14 @@ class FlashInferDecodeWrapper(PagedWrapper):
         if self.capacity is not None:
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
-                max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
+                max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
             )
         slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
-        table = step.table
-        arrays = [table.kv_indptr, table.last_page_len, table.kv_lens]
-        arrays += [*slots, table.kv_indices]
-        host, on_gpu = self._stage(self._staging, arrays)
+        parts = (step.kv_indptr, step.last_page_len, step.kv_lens, step.kv_indices)
+        *arrays, kv_indices = map(torch.from_numpy, parts)
+        host, on_gpu = self._stage(self._staging, [*arrays, *slots, kv_indices])
         self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[3:6]
         if step.batch_size:
             try:

@@ -1,33 +1,82 @@
-"""A step's index arrays as FlashInfer takes them: checked, on the host, padded to a capacity."""
+"""A step's index arrays as FlashInfer takes them: checked, on the host, padded to a capacity.
+
+In numpy: on arrays this small a torch operation costs five times as much, and a plan does many.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.page_table import PageTable, write_slots
-from pagedattn.validation import check_index_tensor, check_indptr, check_page_table
+from pagedattn.validation import check_index_tensor, check_indptr, lens_of_last_pages
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class HostStep:
     """What one plan needs, on the host."""
 
-    table: PageTable
-    qo_indptr: Tensor  # i32[batch + 1]
+    page_size: int
+    qo_indptr: Ints  # i32[batch + 1]
+    kv_indptr: Ints  # i32[batch + 1]
+    kv_indices: Ints  # i32[kv_indptr[-1]]
+    kv_lens: Ints  # i32[batch]
     num_pages: int  # pages that a cache must have
+
+    @classmethod
+    def of_table(cls, table: PageTable, qo_indptr: Tensor) -> HostStep:
+        """A step from a table that has been checked, on the host."""
+        ids = table.kv_indices.numpy()
+        num_pages = int(ids.max()) + 1 if len(ids) else 0
+        return cls(
+            table.page_size,
+            qo_indptr.numpy(),
+            table.kv_indptr.numpy(),
+            ids,
+            table.kv_lens.numpy(),
+            num_pages,
+        )
 
     @property
     def batch_size(self) -> int:
         """Number of requests."""
-        return self.table.batch_size
+        return len(self.kv_lens)
 
     @property
     def num_tokens(self) -> int:
         """Query tokens over all requests."""
         return int(self.qo_indptr[-1])
+
+    @property
+    def qo_lens(self) -> Ints:
+        """i32[batch]: query tokens of each request."""
+        return self.qo_indptr[1:] - self.qo_indptr[:-1]
+
+    @property
+    def last_page_len(self) -> Ints:
+        """i32[batch]: tokens in each request's last page, 0 where it has none."""
+        return np.where(self.kv_lens > 0, (self.kv_lens - 1) % self.page_size + 1, 0).astype(
+            np.int32
+        )
+
+    def rows(self, chosen: NDArray[np.bool_]) -> HostStep:
+        """The chosen requests alone, in order, with one token each."""
+        num_pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
+        kv_indptr = _indptr_of(num_pages[chosen])
+        return HostStep(
+            self.page_size,
+            np.arange(len(kv_indptr), dtype=np.int32),
+            kv_indptr,
+            self.kv_indices[np.repeat(chosen, num_pages)],
+            self.kv_lens[chosen],
+            self.num_pages,
+        )
 
 
 def read_step(
@@ -51,29 +100,26 @@ def read_step(
     Raises:
         ValueError: An array is malformed; the message names it.
     """
-    last_page_len = paged_kv_last_page_len.to("cpu")
+    last_page_len, indptr = paged_kv_last_page_len.to("cpu"), paged_kv_indptr.to("cpu")
     check_index_tensor(last_page_len, "paged_kv_last_page_len")
     batch_size = last_page_len.shape[0]
-    indptr = paged_kv_indptr.to("cpu")
     check_indptr(indptr, "paged_kv_indptr", batch_size)
     indices = paged_kv_indices.to("cpu")
-    check_index_tensor(indices, "paged_kv_indices", int(indptr[-1]))
-    table = PageTable.from_csr(indptr, indices, last_page_len, page_size)
+    check_index_tensor(indices, "paged_kv_indices", int(indptr.numpy()[-1]))
+    lens = lens_of_last_pages(last_page_len, "paged_kv_last_page_len", indptr, page_size)
     if kv_lens is not None:
-        lens = kv_lens.to("cpu")
-        check_index_tensor(lens, "kv_lens", batch_size)
-        if not torch.equal(lens, table.kv_lens):
-            row = int((lens != table.kv_lens).nonzero()[0, 0])
-            raise ValueError(
-                f"kv_lens[{row}] is {int(lens[row])}, but the page table holds "
-                f"{int(table.kv_lens[row])} tokens"
-            )
+        _check_agrees(kv_lens.to("cpu"), lens)
     if qo_indptr is None:
-        qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32)
+        queries = np.arange(batch_size + 1, dtype=np.int32)
     else:
         qo_indptr = qo_indptr.to("cpu")
         check_indptr(qo_indptr, "qo_indptr", batch_size)
-    return HostStep(table, qo_indptr, check_page_table(table, page_size))
+        queries = qo_indptr.numpy()
+    ids = indices.numpy()
+    highest = int(ids.view(np.uint32).max()) if len(ids) else -1
+    if highest >= 1 << 31:  # as a negative id looks then
+        raise ValueError(f"paged_kv_indices must not be negative, got page id {ids.min()}")
+    return HostStep(page_size, queries, indptr.numpy(), ids, lens, highest + 1)
 
 
 def pad_step(step: HostStep, batch_size: int, num_tokens: int, sink_page: int | None) -> HostStep:
@@ -85,42 +131,23 @@ def pad_step(step: HostStep, batch_size: int, num_tokens: int, sink_page: int | 
         num_tokens: Tokens of the result.
         sink_page: The page whose first token the last request reads; `None`: it has no key.
     """
-    table = step.table
     num_added = batch_size - step.batch_size
     sink = [] if sink_page is None else [sink_page]
-    num_indices = table.kv_indices.shape[0]
-    qo_ends = torch.full((num_added,), step.num_tokens, dtype=torch.int32)
-    qo_ends[-1] = num_tokens
-    kv_ends = torch.full((num_added,), num_indices, dtype=torch.int32)
-    kv_ends[-1] = num_indices + len(sink)
-    lens = torch.zeros(num_added, dtype=torch.int32)
-    lens[-1] = len(sink)
-    padded = PageTable(
-        table.page_size,
-        torch.cat([table.kv_indptr, kv_ends]),
-        torch.cat([table.kv_indices, torch.tensor(sink, dtype=torch.int32)]),
-        torch.cat([table.kv_lens, lens]),
-    )
-    num_pages = max(step.num_pages, *(page + 1 for page in sink), 0)
-    return HostStep(padded, torch.cat([step.qo_indptr, qo_ends]), num_pages)
+    qo_ends = np.full(num_added, step.num_tokens, dtype=np.int32)
+    kv_ends = np.full(num_added, len(step.kv_indices), dtype=np.int32)
+    lens = np.zeros(num_added, dtype=np.int32)
+    qo_ends[-1], lens[-1] = num_tokens, len(sink)
+    kv_ends[-1] += len(sink)
+    return _append(step, qo_ends, kv_ends, np.array(sink, dtype=np.int32), lens)
 
 
 def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> HostStep:
     """Add requests of one token that read the first token of the sink page, or no key at all."""
-    table = step.table
-    num_added = batch_size - step.batch_size
     keys = 0 if sink_page is None else 1
-    ends = torch.arange(1, num_added + 1, dtype=torch.int32)
-    padded = PageTable(
-        table.page_size,
-        torch.cat([table.kv_indptr, table.kv_indptr[-1] + keys * ends]),
-        torch.cat(
-            [table.kv_indices, torch.full((keys * num_added,), sink_page or 0, dtype=torch.int32)]
-        ),
-        torch.cat([table.kv_lens, torch.full((num_added,), keys, dtype=torch.int32)]),
-    )
-    num_pages = max(step.num_pages, 0 if sink_page is None or not num_added else sink_page + 1)
-    return HostStep(padded, torch.cat([step.qo_indptr, step.qo_indptr[-1] + ends]), num_pages)
+    ends = np.arange(1, batch_size - step.batch_size + 1, dtype=np.int32)
+    ids = np.full(keys * len(ends), sink_page or 0, dtype=np.int32)
+    lens = np.full(len(ends), keys, dtype=np.int32)
+    return _append(step, step.num_tokens + ends, len(step.kv_indices) + keys * ends, ids, lens)
 
 
 NO_SLOTS = [torch.empty(0, dtype=torch.int64)] * 3
@@ -140,19 +167,47 @@ def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[
         i64[tokens] places inside the page. Padding, and a token that has no place (more queries
         than keys), have slot -1; their page and place are the first of the sink page, or -1.
     """
-    slots = torch.full((num_tokens,), -1, dtype=torch.int64)
-    slots[: step.num_tokens] = write_slots(step.table, step.qo_indptr)
-    page_size = step.table.page_size
-    has_place = slots >= 0
-    page = torch.where(has_place, slots // page_size, -1 if sink_page is None else sink_page)
-    place = torch.where(has_place, slots % page_size, -1 if sink_page is None else 0)
-    return [slots, page, place]
+    parts = (step.kv_indptr, step.kv_indices, step.kv_lens, step.qo_indptr)
+    *table, qo_indptr = map(torch.from_numpy, parts)
+    slots = np.full(num_tokens, -1, dtype=np.int64)
+    slots[: step.num_tokens] = write_slots(PageTable(step.page_size, *table), qo_indptr).numpy()
+    page, place = np.divmod(slots, step.page_size)
+    has_no_place = slots < 0
+    page[has_no_place] = -1 if sink_page is None else sink_page
+    place[has_no_place] = -1 if sink_page is None else 0
+    return [torch.from_numpy(array) for array in (slots, page, place)]
 
 
-def rows_without_keys(step: HostStep) -> Tensor:
+def rows_without_keys(step: HostStep) -> NDArray[np.bool_]:
     """bool[tokens]: the queries that a causal mask leaves without a key."""
-    qo_lens = step.qo_indptr.diff()
-    num_tokens = step.num_tokens
-    request = torch.repeat_interleave(qo_lens, output_size=num_tokens)
-    first = step.table.kv_lens - qo_lens - step.qo_indptr[:-1]
-    return first[request] + torch.arange(num_tokens) < 0
+    qo_lens = step.qo_lens
+    first = step.kv_lens - qo_lens - step.qo_indptr[:-1]
+    return np.repeat(first, qo_lens) + np.arange(step.num_tokens) < 0
+
+
+def _append(step: HostStep, qo_ends: Ints, kv_ends: Ints, ids: Ints, lens: Ints) -> HostStep:
+    """Add requests, given where their tokens and pages end."""
+    return HostStep(
+        step.page_size,
+        np.concatenate([step.qo_indptr, qo_ends], dtype=np.int32),
+        np.concatenate([step.kv_indptr, kv_ends], dtype=np.int32),
+        np.concatenate([step.kv_indices, ids], dtype=np.int32),
+        np.concatenate([step.kv_lens, lens], dtype=np.int32),
+        max(step.num_pages, int(ids.max(initial=-1)) + 1),
+    )
+
+
+def _indptr_of(lens: Ints) -> Ints:
+    indptr = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=indptr[1:])
+    return indptr
+
+
+def _check_agrees(kv_lens: Tensor, lens: Ints) -> None:
+    check_index_tensor(kv_lens, "kv_lens", len(lens))
+    differs = kv_lens.numpy() != lens
+    if differs.any():
+        row = int(differs.argmax())
+        raise ValueError(
+            f"kv_lens[{row}] is {int(kv_lens[row])}, but the page table holds {lens[row]} tokens"
+        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
@@ -102,7 +104,7 @@ class MixedWrapper(PagedWrapper):
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
-                max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
+                max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
                 max_prefill_rows=(parts.num_prompts, self.max_prefill_rows or 0),
             )
             num_rows = self.capacity.num_tokens
@@ -137,16 +139,15 @@ class MixedWrapper(PagedWrapper):
                 scatter_rows(row_lse, self._places, lse)
 
     def _stage_rows(
-        self, step: HostStep, num_tokens: int, places: Tensor, spec: AttentionSpec
+        self, step: HostStep, num_tokens: int, places: NDArray[np.int64], spec: AttentionSpec
     ) -> None:
         """Send over where decode rows are and where new tokens go; make room for the former."""
-        num_rows = places.shape[0]
+        num_rows = len(places)
         if self.capacity is not None:
             num_rows = self.capacity.batch_size
-            missing = num_rows - places.shape[0]
-            places = torch.cat([places, torch.full((missing,), -1, dtype=torch.int64)])
+            places = np.pad(places, (0, num_rows - len(places)), constant_values=-1)
         slots = token_slots(step, num_tokens, self.sink_page)
-        _, on_gpu = self._stage(self._staging, [*slots, places])
+        _, on_gpu = self._stage(self._staging, [*slots, torch.from_numpy(places)])
         self.write_slots, self.token_to_page, self.token_to_cache, self._places = on_gpu
         old = self._decode_rows
         if old is None or old[0].shape[0] < num_rows or old[0].dtype != spec.dtype:

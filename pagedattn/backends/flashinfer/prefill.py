@@ -206,19 +206,19 @@ class FlashInferPrefillWrapper(PagedWrapper):
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
-                max_num_pages=(step.table.kv_indices.shape[0], self.capacity.num_pages),
+                max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
             )
         slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             step = pad_step(step, self.capacity.batch_size + 1, num_tokens, self.sink_page)
         call = Call(self._version, name, spec.causal, spec.window_left)
         clear = rows_without_keys(step) if FA3_ROWS_WITHOUT_KEYS.hits(call) else None
-        if clear is not None and self.capacity is None and not bool(clear.any()):
+        if clear is not None and self.capacity is None and not clear.any():
             clear = None  # a graph clears always: a later step may need it
         kernel = self._kernel(name)
         check_plan_options(kernel.wrapper, options, _OURS)
         no_rows = torch.empty(0, dtype=torch.bool)
-        token_arrays = [*slots, no_rows if clear is None else clear]
+        token_arrays = [*slots, no_rows if clear is None else torch.from_numpy(clear)]
         rows_to_clear = self._stage_and_plan(kernel, step, spec, options, token_arrays)
         self._frozen = (name, spec, tuple(sorted(options.items())))
         planned = kernel if step.num_tokens else None
@@ -235,7 +235,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
         name = self.backend
         if name == "auto":
             tokens = step.num_tokens
-            rows = int((step.qo_indptr.diff() > 0).sum())
+            rows = int((step.qo_lens > 0).sum())
             if self.capacity is not None:
                 tokens, rows = self.capacity.num_tokens, self.capacity.batch_size
             fa3 = has_fa3(self.device, spec.head_dim)
@@ -259,10 +259,9 @@ class FlashInferPrefillWrapper(PagedWrapper):
         token_arrays: list[Tensor],
     ) -> Tensor:
         """Send the step and its tokens' arrays over, have FlashInfer plan it; return the last."""
-        table = step.table
-        arrays = [step.qo_indptr, table.kv_indptr, table.last_page_len, table.kv_lens]
-        arrays += [*token_arrays, table.kv_indices]
-        host, on_gpu = self._stage(self._staging, arrays)
+        parts = (step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens, step.kv_indices)
+        *arrays, kv_indices = map(torch.from_numpy, parts)
+        host, on_gpu = self._stage(self._staging, [*arrays, *token_arrays, kv_indices])
         self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[4:7]
         if step.num_tokens:
             try:
@@ -279,7 +278,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
                     q_data_type=spec.dtype,
                     kv_data_type=spec.dtype,
                     seq_lens=host[3],
-                    max_token_per_sequence=int(step.qo_indptr.diff().max()),
+                    max_token_per_sequence=int(step.qo_lens.max()),
                     **options,
                 )
             finally:
