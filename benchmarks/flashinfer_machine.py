@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
 from importlib.metadata import version
 
 import torch
 
+_QUERY = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+
 
 def describe_machine() -> str:
     """GPU, driver and library versions in one line."""
-    driver = torch.cuda._C._cuda_getDriverVersion() if torch.cuda.is_available() else 0
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     names = ("flashinfer-python", "torch", "triton")
-    return ", ".join([gpu, f"CUDA driver {driver}", *(f"{n} {version(n)}" for n in names)])
+    return ", ".join([gpu, f"driver {_driver()}", *(f"{n} {version(n)}" for n in names)])
+
+
+def _driver() -> str:
+    try:
+        return subprocess.run(_QUERY, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, IndexError):
+        return "unknown"

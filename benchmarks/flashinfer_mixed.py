@@ -109,6 +109,16 @@ def ours_mixed(case: Case, inputs: Inputs) -> Way:
     return lambda: wrapper.run(inputs.q, inputs.kv_cache)
 
 
+def ours_mixed_in_one_stream(case: Case, inputs: Inputs) -> Way:
+    batch, tokens, pages = len(case.qo_lens), inputs.q.shape[0], len(inputs.table.kv_indices)
+    shared = workspace()
+    wrapper = FlashInferMixedWrapper(
+        shared, shared, *SIZES, batch, tokens, pages, max(case.num_prompts, 1), DEVICE
+    )
+    wrapper.plan(inputs.qo_indptr, *inputs.kv_arrays)
+    return lambda: wrapper.run(inputs.q, inputs.kv_cache)
+
+
 def ours_decode_half(case: Case, inputs: Inputs) -> Way:
     part = inputs.of(slice(0, case.num_decode))
     wrapper = FlashInferDecodeWrapper(
@@ -167,6 +177,7 @@ def flashinfer_batch_attention(case: Case, inputs: Inputs) -> Way:
 
 WAYS = {
     "mixed wrapper": ours_mixed,
+    "mixed wrapper, one stream": ours_mixed_in_one_stream,
     "its decode half": ours_decode_half,
     "its prefill half": ours_prefill_half,
     "BatchAttention": flashinfer_batch_attention,

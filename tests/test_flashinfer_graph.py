@@ -70,12 +70,18 @@ def mixed(device):
     return wrapper, STEPS, TOKENS
 
 
+def mixed_on_one_workspace(device):
+    shared = workspace(device)
+    wrapper = FlashInferMixedWrapper(shared, shared, *SIZES, BATCH, TOKENS, PAGES, BATCH, device)
+    return wrapper, STEPS, TOKENS
+
+
 def plan(wrapper, step) -> None:
     arrays = () if isinstance(wrapper, FlashInferDecodeWrapper) else (step.qo_indptr,)
     wrapper.plan(*arrays, *step.kv_arrays)
 
 
-MAKERS = pytest.mark.parametrize("make", [prefill, decode, mixed])
+MAKERS = pytest.mark.parametrize("make", [prefill, decode, mixed, mixed_on_one_workspace])
 
 
 @MAKERS
@@ -180,4 +186,4 @@ def test_a_captured_run_serves_every_later_plan_from_dirty_workspaces(device, ma
 
 def float_workspaces(wrapper) -> list[torch.Tensor]:
     halves = [getattr(wrapper, name, None) for name in ("_decode", "_prefill")]
-    return [w._float_workspace for w in [wrapper, *halves] if w is not None]
+    return [w.float_workspace for w in [wrapper, *halves] if w is not None]

@@ -166,9 +166,10 @@ class _GraphWrapper:
         self._wrapper: _Wrapper
         if holds_prompts(capacity.max_tokens, capacity.max_batch_size) or needs_fa3:
             rows = max(1, min(capacity.max_batch_size, capacity.max_tokens // 2))
+            apart = torch.zeros(1024, dtype=torch.uint8, device=device)  # fa3 needs none of it
             self._wrapper = FlashInferMixedWrapper(
                 workspace,
-                workspace,
+                Workspace(apart, "PagedAttention, prompts"),
                 *shape,
                 **sizes,
                 max_prefill_rows=rows,

@@ -232,7 +232,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
         with on_device(self.device):
             library = load_flashinfer()
             wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-                self._float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
+                self.float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
             )
         kernel = Kernel(wrapper, "fa2", self._workspace, self.device, self.accelerator_graph)
         if self.capacity is not None and self.device.type == "cuda":

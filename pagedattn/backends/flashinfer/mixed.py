@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,12 @@ class MixedWrapper(PagedWrapper):
         self.max_prefill_rows = max_prefill_rows
         self._decode = decode
         self._prefill = prefill
+        # The end of one half's kernel leaves processors idle that the other half can use, where the
+        # halves do not share a float workspace. In eager steps this costs the host too much.
+        self._side: torch.cuda.Stream | None = None
+        apart = decode.float_workspace is not prefill.float_workspace
+        if capacity is not None and apart and self.device.type == "cuda":
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         sizes = None
         if capacity is not None:
             sizes = [8 * capacity.num_tokens] * 3 + [8 * capacity.batch_size]
@@ -123,20 +130,26 @@ class MixedWrapper(PagedWrapper):
         self._planned_step()
         if not q.shape[0] or self._places is None or self._decode_rows is None:
             return
-        row_q, row_out, row_lse = (t[: self._places.shape[0]] for t in self._decode_rows)
+        row_q, row_out, lse_rows = (t[: self._places.shape[0]] for t in self._decode_rows)
+        row_lse = None if lse is None else lse_rows
         with self._range("run"), on_device(self.device):
+            begin_beside = self._beside()
             self._prefill.run_into(q, k_pages, v_pages, out, lse)
-            gather_rows(q, self._places, row_q)
-            self._decode.run_into(
-                q=row_q,
-                k_pages=k_pages,
-                v_pages=v_pages,
-                out=row_out,
-                lse=None if lse is None else row_lse,
-            )
+            with begin_beside:
+                gather_rows(q, self._places, row_q)
+                self._decode.run_into(row_q, k_pages, v_pages, row_out, row_lse)
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
             scatter_rows(row_out, self._places, out)
             if lse is not None:
-                scatter_rows(row_lse, self._places, lse)
+                scatter_rows(lse_rows, self._places, lse)
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Work in the context runs beside what the current stream gets from here on."""
+        if self._side is None:
+            return contextlib.nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._side)
 
     def _stage_rows(
         self, step: HostStep, num_tokens: int, places: NDArray[np.int64], spec: AttentionSpec
@@ -169,7 +182,8 @@ class FlashInferMixedWrapper(MixedWrapper):
 
     Args:
         decode_workspace: uint8[bytes] on the device, or a `Workspace`, for the one-token rows.
-        prefill_workspace: The same for the prompt rows; it may be the same one.
+        prefill_workspace: The same for the prompt rows. With another one than for the one-token
+            rows, both run side by side.
         num_qo_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Elements of one head.

@@ -84,12 +84,12 @@ class PagedWrapper:
         self.token_to_cache: Tensor | None = None
         self.write_slots: Tensor | None = None
         self._workspace = workspace_buffer if isinstance(workspace_buffer, Workspace) else None
-        self._float_workspace: Tensor = (
+        self.float_workspace: Tensor = (
             workspace_buffer.tensor if isinstance(workspace_buffer, Workspace) else workspace_buffer
         )
-        if self._float_workspace.device != self.device:
+        if self.float_workspace.device != self.device:
             raise ValueError(
-                f"workspace_buffer must be on {self.device}, got {self._float_workspace.device}"
+                f"workspace_buffer must be on {self.device}, got {self.float_workspace.device}"
             )
         self._number = register(self)
         self._step: PlannedStep | None = None

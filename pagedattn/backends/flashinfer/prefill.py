@@ -317,7 +317,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 }
             with on_device(self.device):
                 wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-                    self._float_workspace, "NHD", backend=name, **buffers
+                    self.float_workspace, "NHD", backend=name, **buffers
                 )
             kernel = Kernel(wrapper, name, self._workspace, self.device, self.accelerator_graph)
             if self.capacity is not None and self.device.type == "cuda":
