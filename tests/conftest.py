@@ -10,11 +10,28 @@ if not torch.cuda.is_available():
 
 from hypothesis import HealthCheck, settings
 
+from pagedattn import AttentionSpec, backend_names, unsupported_reasons
+
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=10, deadline=None, suppress_health_check=_SLOW_DRAWS)
-settings.register_profile("ci", parent=settings.get_profile("dev"), max_examples=20, derandomize=True)
+settings.register_profile(
+    "ci", parent=settings.get_profile("dev"), max_examples=20, derandomize=True
+)
 settings.register_profile("deep", parent=settings.get_profile("dev"), max_examples=1000)
 settings.load_profile(os.environ.get("PAGEDATTN_PROFILE", "dev"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # where tanh saturates, the interpreter's exp2 overflows as it should
+    config.addinivalue_line("filterwarnings", "ignore:overflow encountered in exp2:RuntimeWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +40,12 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@pytest.fixture(scope="session", params=backend_names())
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Every backend that runs on this machine; the others are skipped with their reasons."""
+    reasons = unsupported_reasons(request.param, AttentionSpec(4, 2, 64), 16, device)
+    if reasons:
+        pytest.skip(f"{request.param}: {'; '.join(reasons)}")
+    return request.param

@@ -87,14 +87,24 @@ def compared_with(backend: str) -> str:
     return "dense float64" if backend == "reference" else "float64 reference"
 
 
-def check_backend(backend: str, step: Step) -> Comparison:
-    """Compare a backend with float64: with the oracle, and the oracle's own with `dense.py`."""
-    attend = attend_with(backend)
+def check_backend(backend: str, step: Step, *, attend: Attend | None = None) -> Comparison:
+    """Compare a backend with float64: with the oracle, and the oracle's own with `dense.py`.
+
+    Args:
+        backend: Its name, which decides what is allowed.
+        step: What to compute.
+        attend: How to compute it with this backend; by default `attend_with(backend)`.
+    """
+    attend = attend or attend_with(backend)
     if backend == "reference":
         expected = dense_attention(step, torch.float64)
         return compare(attend(step), expected, allowed_error(step, expected))
-    tanh_error = HARDWARE_TANH_ERROR if backend == "flashinfer" else 0.0
-    return check_step(attend, step, tanh_error=tanh_error)
+    return check_step(attend, step, tanh_error=tanh_error_of(backend))
+
+
+def tanh_error_of(backend: str) -> float:
+    """Relative error of the tanh in this backend's soft cap, beyond what float32 makes."""
+    return HARDWARE_TANH_ERROR if backend == "flashinfer" else 0.0
 
 
 def _worst(tensor: str, got: Tensor, expected: Tensor, allowed: Tensor) -> Difference | None:

@@ -1,0 +1,109 @@
+"""Steps for tests: written out by hand, or drawn within what a backend supports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from pagedattn import AttentionSpec, unsupported_reasons
+from pagedattn.attention import AttentionOutput
+from pagedattn.checking.batch import Batch
+from pagedattn.checking.bound import Bound
+from pagedattn.checking.compare import check_backend, compare
+from pagedattn.checking.drawing import HEAD_DIMS
+from pagedattn.testing import batches, specs
+
+
+def batch_of(
+    spec: AttentionSpec,
+    page_size: int,
+    kv_lens: Sequence[int],
+    qo_lens: Sequence[int],
+    *,
+    values: str = "normal",
+    garbage: str = "nan",
+    seed: int = 0,
+) -> Batch:
+    """A batch whose pages go from the top of its pool downwards, three at the bottom unowned."""
+    counts = [-(-kv_len // page_size) for kv_len in kv_lens]
+    top = sum(counts) + 3
+    pages = []
+    for count in counts:
+        pages.append(tuple(range(top - 1, top - 1 - count, -1)))
+        top -= count
+    num_pages = sum(counts) + 3
+    lens = tuple(kv_lens), tuple(qo_lens)
+    return Batch(spec, page_size, num_pages, *lens, tuple(pages), values, garbage, seed)
+
+
+def require_support(
+    backend: str, spec: AttentionSpec, page_size: int, device: torch.device
+) -> None:
+    """Skip the test where the backend cannot compute this here, and say why."""
+    reasons = unsupported_reasons(backend, spec, page_size, device)
+    if reasons:
+        pytest.skip(f"{backend}: {'; '.join(reasons)}")
+
+
+def assert_agrees(backend: str, batch: Batch, device: torch.device) -> None:
+    """The backend is within the derived bound of float64 on this batch."""
+    require_support(backend, batch.spec, batch.page_size, device)
+    comparison = check_backend(backend, batch.materialise(device))
+    assert comparison.ok, f"{comparison.worst} for {batch}"
+
+
+def assert_related(got: AttentionOutput, expected: AttentionOutput, *bounds: Bound) -> None:
+    """Two answers differ by no more than the sum of what their bounds allow."""
+    bound = Bound(sum(b.out for b in bounds), sum(b.lse for b in bounds))
+    doubled = AttentionOutput(expected.out.double().cpu(), expected.lse.double().cpu())
+    comparison = compare(got, doubled, bound)
+    assert comparison.ok, str(comparison.worst)
+
+
+def assert_same_bits(got: AttentionOutput, expected: AttentionOutput) -> None:
+    """Two answers are equal in every bit; neither holds NaN."""
+    assert torch.equal(got.out, expected.out)
+    assert torch.equal(got.lse, expected.lse)
+
+
+def supported_batches(
+    backend: str,
+    device: torch.device,
+    *,
+    mode: str | None = None,
+    max_window_left: int | None = None,
+    max_soft_cap: float = 50.0,
+    small: bool = False,
+) -> st.SearchStrategy[Batch]:
+    """Batches that the backend supports, as large as the device makes cheap."""
+    on_gpu = device.type == "cuda"
+    plain = AttentionSpec(1, 1, 64, dtype=torch.float16)
+    head_dims = [
+        d
+        for d in HEAD_DIMS
+        if not unsupported_reasons(backend, AttentionSpec(1, 1, d, plain.dtype), 16, device)
+    ]
+    dtypes = [
+        t
+        for t in (torch.float32, torch.bfloat16, torch.float16)
+        if not unsupported_reasons(backend, AttentionSpec(1, 1, 64, t), 16, device)
+    ]
+    max_kv_len = 3000 if on_gpu else 100 if small else 300
+    if max_window_left is None:
+        max_window_left = max_kv_len
+    return batches(
+        mode=mode,
+        specs=specs(
+            max_qo_heads=48 if on_gpu else 6 if small else 12,
+            head_dims=head_dims,
+            dtypes=dtypes,
+            max_window_left=max_window_left,
+            max_soft_cap=max_soft_cap,
+        ),
+        max_batch_size=8 if on_gpu else 3 if small else 4,
+        max_kv_len=max_kv_len,
+        max_work=1000 if on_gpu else 3 if small else 12,
+    )
