@@ -19,6 +19,7 @@ What the parameters mean, for every backend alike:
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,7 +99,8 @@ class PagedAttention:
         reasons = unsupported_reasons(backend, spec, page_size, self.device)
         if reasons:
             raise UnsupportedSpec(backend, reasons)
-        self._backend = load_backend(backend)(spec, page_size, self.device, capacity)
+        with on_device(self.device):
+            self._backend = load_backend(backend)(spec, page_size, self.device, capacity)
         self._step: _Step | None = None
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
@@ -130,7 +132,8 @@ class PagedAttention:
                 num_tokens=num_tokens,
                 num_pages=table.kv_indices.shape[0],
             )
-        self._backend.plan(table, qo_indptr)
+        with on_device(self.device):
+            self._backend.plan(table, qo_indptr)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
         self._step = _Step(table.batch_size, num_rows, num_pages)
 
@@ -192,7 +195,8 @@ class PagedAttention:
         else:
             check_query(out, "out", self.spec, step.num_rows, self.device)
         if step.num_rows:
-            self._backend.run(q, k_pages, v_pages, out, lse)
+            with on_device(self.device):
+                self._backend.run(q, k_pages, v_pages, out, lse)
         return out
 
     def _planned_step(self) -> _Step:
@@ -217,6 +221,11 @@ class PagedAttention:
             f"PagedAttention({self.spec}, page_size={self.page_size}, backend={self.backend!r}, "
             f"device='{self.device}', capacity={self.capacity}) with {plan}"
         )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one: kernels launch there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
