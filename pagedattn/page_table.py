@@ -1,8 +1,8 @@
 """Page tables: which physical pages hold the keys and values of which request.
 
 `PageTable` is the one form that backends read (compressed sparse rows). Its constructors take what
-engines keep: lengths, CSR with last-page lengths, padded block tables, token-to-slot maps. This module
-knows nothing of attention; checks of a finished table live in `validation.py`.
+engines keep: lengths, CSR with last-page lengths, padded block tables, token-to-slot maps. This
+module knows nothing of attention; checks of a finished table live in `validation.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 IntArray = Tensor | Sequence[int]
+Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
     """Who owns which pages, and how many tokens each request has.
 
-    Request `r` owns the pages `kv_indices[kv_indptr[r]:kv_indptr[r + 1]]`, in the order of its tokens,
+    Request `r` owns the pages `kv_indices[kv_indptr[r]:kv_indptr[r + 1]]`, in its tokens' order,
     and exactly `ceil(kv_lens[r] / page_size)` of them. Pages may be shared by requests. All tensors
     are contiguous int32 on one device; on the host is best, since planning reads them there.
 
@@ -48,7 +50,7 @@ class PageTable:
 
     @property
     def last_page_len(self) -> Tensor:
-        """i32[batch]: tokens in each request's last page, 1 to `page_size`; 0 where it has no token."""
+        """i32[batch]: tokens in each request's last page, 1 to `page_size`; 0 if it has none."""
         return torch.where(self.kv_lens > 0, (self.kv_lens - 1) % self.page_size + 1, 0).int()
 
     def to(self, device: torch.device | str) -> PageTable:
@@ -219,17 +221,29 @@ def write_slots(page_table: PageTable, qo_indptr: Tensor) -> Tensor:
     # numpy: on arrays this small a torch operation costs five times as much
     table = page_table.to("cpu")
     lens, indptr, ids = table.kv_lens.numpy(), table.kv_indptr.numpy(), table.kv_indices.numpy()
-    qo_begin = qo_indptr.cpu().numpy()
-    qo_lens = qo_begin[1:] - qo_begin[:-1]
-    num_tokens = int(qo_begin[-1])
-    request = np.repeat(np.arange(len(lens)), qo_lens)
-    position = (lens - qo_lens - qo_begin[:-1])[request] + np.arange(num_tokens)
-    if not len(ids):
-        return torch.full((num_tokens,), -1, dtype=torch.int64, device=page_table.device)
-    page, offset = np.divmod(position, table.page_size)
-    at = np.minimum(np.maximum(page, 0) + indptr[request], len(ids) - 1)
-    slots = np.where(position >= 0, ids[at].astype(np.int64) * table.page_size + offset, -1)
+    slots = slots_of_arrays(qo_indptr.cpu().numpy(), indptr, ids, lens, table.page_size)
     return torch.from_numpy(slots).to(page_table.device)
+
+
+def slots_of_arrays(
+    qo_indptr: Int32s, kv_indptr: Int32s, kv_indices: Int32s, kv_lens: Int32s, page_size: int
+) -> NDArray[np.int64]:
+    """`write_slots` of a table's arrays."""
+    num_tokens = int(qo_indptr[-1])
+    if not len(kv_indices):
+        return np.full(num_tokens, -1, dtype=np.int64)
+    qo_ends = qo_indptr[1:]
+    qo_lens = qo_ends - qo_indptr[:-1]
+    position = np.repeat(kv_lens - qo_ends, qo_lens) + np.arange(num_tokens, dtype=np.int32)
+    page = position // page_size
+    offset = position - page * page_size
+    at = np.repeat(kv_indptr[:-1], qo_lens) + page
+    has_slot = position >= 0
+    if not has_slot.all():  # a request has more queries than tokens
+        at = np.where(has_slot, at, 0)
+    slots: NDArray[np.int64] = kv_indices[at].astype(np.int64) * page_size + offset
+    slots[~has_slot] = -1
+    return slots
 
 
 def _as_int32(values: object, name: str, ndim: int = 1) -> Tensor:

@@ -182,9 +182,9 @@ def test_consecutive_plans_use_other_page_locked_buffers(device, make):
         plan(wrapper, step)
         kernel = wrapper._step.kernel
         schedules.append(kernel.wrapper._pin_memory_int_workspace_buffer.data_ptr())
-        arrays.append(wrapper._staging.host[0].data_ptr())
+        arrays.append(wrapper._arrays.host("kv_lens").data_ptr())
         if device.type == "cuda":
             assert kernel.wrapper._pin_memory_int_workspace_buffer.is_pinned()
-            assert wrapper._staging.host[0].is_pinned()
+            assert wrapper._arrays.host("kv_lens").is_pinned()
     assert schedules[0] != schedules[1]
     assert arrays[0] != arrays[1]

@@ -18,21 +18,21 @@ from pagedattn.backends.flashinfer.host_step import (
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
 from pagedattn.backends.flashinfer.kernel_choice import KERNELS
 from pagedattn.backends.flashinfer.library import (
-    check_plan_options,
     flashinfer_version,
     load_flashinfer,
 )
 from pagedattn.backends.flashinfer.need import DeviceFacts, decode_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
+    SLOT_ARRAYS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
 )
+from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
-from pagedattn.staging import Staging
 
 _OURS = frozenset(
     [
@@ -55,7 +55,13 @@ _OURS = frozenset(
         "is_causal",
     ]
 )
-_DTYPES = (torch.int32, torch.int32, torch.int32, *[torch.int64] * 3, torch.int32)
+_ARRAYS = {
+    "kv_indptr": torch.int32,
+    "last_page_len": torch.int32,
+    "kv_lens": torch.int32,
+    **SLOT_ARRAYS,
+    "kv_indices": torch.int32,
+}
 
 
 class FlashInferDecodeWrapper(PagedWrapper):
@@ -108,9 +114,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
             capacity = Capacity(batch_size or 0, batch_size or 0, max_num_pages or 0)
         spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(workspace_buffer, spec, page_size, device, capacity, enable_nvtx)
-        entries = self._entries()
-        sizes = [n * dtype.itemsize for n, dtype in zip(entries, _DTYPES, strict=False)]
-        self._staging = Staging(self.device, sizes if self.accelerator_graph else None)
+        self._arrays = StepArrays(self.device, _ARRAYS, self._entries())
         self._kernel: Kernel | None = None
 
     def plan(
@@ -141,7 +145,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
             TypeError: FlashInfer does not know an option, or this wrapper sets it itself.
         """
         with self._range("plan"):
-            spec = self._begin_plan(dtype)
+            spec = self._begin_plan(dtype, True, window_left)
             step = read_step(
                 None,
                 paged_kv_indptr,
@@ -149,9 +153,6 @@ class FlashInferDecodeWrapper(PagedWrapper):
                 paged_kv_last_page_len,
                 self.page_size,
                 kv_lens,
-            )
-            spec = AttentionSpec(
-                spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, dtype, window_left=window_left
             )
             self.plan_step(step, spec, kwargs)
 
@@ -173,7 +174,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
         self._step = None
         if self._kernel is None:
             self._kernel = self._make_kernel()
-        check_plan_options(self._kernel.wrapper, options, _OURS)
+        self._kernel.check_options(options, _OURS)
         choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
         self._freeze(choice)
         num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
@@ -185,16 +186,14 @@ class FlashInferDecodeWrapper(PagedWrapper):
         slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
-        parts = (step.kv_indptr, step.last_page_len, step.kv_lens, step.kv_indices)
-        *arrays, kv_indices = map(torch.from_numpy, parts)
-        host, on_gpu = self._stage(self._staging, [*arrays, *slots, kv_indices])
-        self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[3:6]
+        arrays = self._arrays
+        self._upload([step.kv_indptr, step.last_page_len, step.kv_lens, *slots, step.kv_indices])
         if step.batch_size:
             try:
                 self._kernel.plan(
-                    host[0],
-                    on_gpu[6],
-                    host[1],
+                    arrays.host("kv_indptr"),
+                    arrays.on_device("kv_indices"),
+                    arrays.host("last_page_len"),
                     spec.num_qo_heads,
                     spec.num_kv_heads,
                     spec.head_dim,
@@ -202,32 +201,30 @@ class FlashInferDecodeWrapper(PagedWrapper):
                     window_left=spec.window_left,
                     q_data_type=spec.dtype,
                     kv_data_type=spec.dtype,
-                    seq_lens=host[2],
+                    seq_lens=arrays.host("kv_lens"),
                     **options,
                 )
             finally:
-                self._staging.hold()  # FlashInfer copies from the same page-locked memory
+                arrays.hold()  # FlashInfer copies from the same page-locked memory
         self._frozen = choice
         kernel = self._kernel if step.batch_size else None
         self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages, None)
 
-    def _entries(self) -> list[int]:
-        """Entries of every staged array at capacity; none without one."""
+    def _entries(self) -> list[int] | None:
+        """Entries of every array at capacity; a padding row may read a page each."""
         if self.capacity is None:
-            return []
-        batch, pages = self.capacity.batch_size, self.capacity.num_pages
-        return [batch + 1, *[batch] * 5, pages + batch]  # a padding row may read a page each
+            return None
+        batch = self.capacity.batch_size
+        return [batch + 1, *[batch] * 5, self.capacity.num_pages + batch]
 
     def _make_kernel(self) -> Kernel:
         buffers: dict[str, Any] = {}
         if self.accelerator_graph:
-            views = self._staging.fixed_buffers(_DTYPES)
-            fixed = [view[:n] for view, n in zip(views, self._entries(), strict=True)]
             buffers = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": fixed[0],
-                "paged_kv_indices_buffer": fixed[6],
-                "paged_kv_last_page_len_buffer": fixed[1],
+                "paged_kv_indptr_buffer": self._arrays.fixed("kv_indptr"),
+                "paged_kv_indices_buffer": self._arrays.fixed("kv_indices"),
+                "paged_kv_last_page_len_buffer": self._arrays.fixed("last_page_len"),
             }
         with on_device(self.device):
             library = load_flashinfer()

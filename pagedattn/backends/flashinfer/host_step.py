@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable, slots_of_arrays
 from pagedattn.validation import check_index_tensor, check_indptr, lens_of_last_pages
 
 Ints = NDArray[np.int32]
@@ -27,21 +26,17 @@ class HostStep:
     kv_indptr: Ints  # i32[batch + 1]
     kv_indices: Ints  # i32[kv_indptr[-1]]
     kv_lens: Ints  # i32[batch]
+    last_page_len: Ints  # i32[batch]  tokens in each last page, 0 where there is none
     num_pages: int  # pages that a cache must have
 
     @classmethod
     def of_table(cls, table: PageTable, qo_indptr: Tensor) -> HostStep:
         """A step from a table that has been checked, on the host."""
-        ids = table.kv_indices.numpy()
-        num_pages = int(ids.max()) + 1 if len(ids) else 0
-        return cls(
-            table.page_size,
-            qo_indptr.numpy(),
-            table.kv_indptr.numpy(),
-            ids,
-            table.kv_lens.numpy(),
-            num_pages,
-        )
+        ids, indptr, lens = (x.numpy() for x in (table.kv_indices, table.kv_indptr, table.kv_lens))
+        full_pages = np.maximum(indptr[1:] - indptr[:-1] - 1, 0)
+        last_page_len = lens - full_pages * table.page_size
+        num_pages = int(ids.max(initial=-1)) + 1
+        return cls(table.page_size, qo_indptr.numpy(), indptr, ids, lens, last_page_len, num_pages)
 
     @property
     def batch_size(self) -> int:
@@ -58,13 +53,6 @@ class HostStep:
         """i32[batch]: query tokens of each request."""
         return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
-    @property
-    def last_page_len(self) -> Ints:
-        """i32[batch]: tokens in each request's last page, 0 where it has none."""
-        return np.where(self.kv_lens > 0, (self.kv_lens - 1) % self.page_size + 1, 0).astype(
-            np.int32
-        )
-
     def rows(self, chosen: NDArray[np.bool_]) -> HostStep:
         """The chosen requests alone, in order, with one token each."""
         num_pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
@@ -75,6 +63,7 @@ class HostStep:
             kv_indptr,
             self.kv_indices[np.repeat(chosen, num_pages)],
             self.kv_lens[chosen],
+            self.last_page_len[chosen],
             self.num_pages,
         )
 
@@ -119,7 +108,8 @@ def read_step(
     highest = int(ids.view(np.uint32).max()) if len(ids) else -1
     if highest >= 1 << 31:  # as a negative id looks then
         raise ValueError(f"paged_kv_indices must not be negative, got page id {ids.min()}")
-    return HostStep(page_size, queries, indptr.numpy(), ids, lens, highest + 1)
+    last = last_page_len.numpy()
+    return HostStep(page_size, queries, indptr.numpy(), ids, lens, last, highest + 1)
 
 
 def pad_step(step: HostStep, batch_size: int, num_tokens: int, sink_page: int | None) -> HostStep:
@@ -150,11 +140,11 @@ def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> H
     return _append(step, step.num_tokens + ends, len(step.kv_indices) + keys * ends, ids, lens)
 
 
-NO_SLOTS = [torch.empty(0, dtype=torch.int64)] * 3
+NO_SLOTS = [np.empty(0, dtype=np.int64)] * 3
 """In place of `token_slots`, where somebody else says where new tokens belong."""
 
 
-def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[Tensor]:
+def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[NDArray[np.int64]]:
     """Where each query token's key and value belong.
 
     Args:
@@ -167,15 +157,18 @@ def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[
         i64[tokens] places inside the page. Padding, and a token that has no place (more queries
         than keys), have slot -1; their page and place are the first of the sink page, or -1.
     """
-    parts = (step.kv_indptr, step.kv_indices, step.kv_lens, step.qo_indptr)
-    *table, qo_indptr = map(torch.from_numpy, parts)
-    slots = np.full(num_tokens, -1, dtype=np.int64)
-    slots[: step.num_tokens] = write_slots(PageTable(step.page_size, *table), qo_indptr).numpy()
-    page, place = np.divmod(slots, step.page_size)
+    arrays = (step.qo_indptr, step.kv_indptr, step.kv_indices, step.kv_lens)
+    slots = slots_of_arrays(*arrays, step.page_size)
+    if len(slots) < num_tokens:
+        padding = np.full(num_tokens - len(slots), -1, dtype=np.int64)
+        slots = np.concatenate([slots, padding])
+    page = slots // step.page_size
+    place = slots - page * step.page_size
     has_no_place = slots < 0
-    page[has_no_place] = -1 if sink_page is None else sink_page
-    place[has_no_place] = -1 if sink_page is None else 0
-    return [torch.from_numpy(array) for array in (slots, page, place)]
+    if has_no_place.any():
+        page[has_no_place] = -1 if sink_page is None else sink_page
+        place[has_no_place] = -1 if sink_page is None else 0
+    return [slots, page, place]
 
 
 def rows_without_keys(step: HostStep) -> NDArray[np.bool_]:
@@ -193,6 +186,7 @@ def _append(step: HostStep, qo_ends: Ints, kv_ends: Ints, ids: Ints, lens: Ints)
         np.concatenate([step.kv_indptr, kv_ends], dtype=np.int32),
         np.concatenate([step.kv_indices, ids], dtype=np.int32),
         np.concatenate([step.kv_lens, lens], dtype=np.int32),
+        np.concatenate([step.last_page_len, lens], dtype=np.int32),  # 1 or no token, 1 or 0 there
         max(step.num_pages, int(ids.max(initial=-1)) + 1),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.library import takes_argument
+from pagedattn.backends.flashinfer.library import plan_options, takes_argument
 from pagedattn.backends.flashinfer.overflow import read_overflow
 from pagedattn.backends.flashinfer.schedules import PinnedSchedules
 from pagedattn.backends.flashinfer.workspace import Workspace, WorkspaceTooSmall
@@ -52,6 +52,22 @@ class Kernel:
         self._planned_once = False
         self._schedules = PinnedSchedules(wrapper, device)
         self._natural_log = takes_argument(wrapper.run, "lse_base")
+        self._options = plan_options(wrapper)
+
+    def check_options(self, options: dict[str, Any], ours: frozenset[str]) -> None:
+        """Refuse options that FlashInfer's plan does not know, or that our wrapper sets itself.
+
+        Args:
+            options: What a caller wants handed to FlashInfer's plan by name.
+            ours: Names that our wrapper fills in.
+
+        Raises:
+            TypeError: An option is unknown to this version, or is ours.
+        """
+        for name in options:
+            if name not in self._options or name in ours:
+                expected = sorted(self._options - ours)
+                raise TypeError(f"plan() got unknown option {name!r}, expected some of {expected}")
 
     def set_integer_bytes(self, num_bytes: int) -> None:
         """Replace FlashInfer's integer workspace of 8 MiB before the first plan.

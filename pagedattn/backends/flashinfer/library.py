@@ -35,24 +35,10 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def check_plan_options(wrapper: Any, options: dict[str, object], ours: frozenset[str]) -> None:
-    """Refuse options that FlashInfer's plan does not know, or that our wrapper sets itself.
-
-    Args:
-        wrapper: A FlashInfer wrapper.
-        options: What a caller wants handed to its plan by name.
-        ours: Names of FlashInfer's plan that our wrapper fills in.
-
-    Raises:
-        TypeError: An option is unknown to this version, or is ours.
-    """
-    if not options:
-        return
-    names = inspect.signature(wrapper.plan).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
-        names = inspect.signature(wrapper._plan_impl).parameters  # what such a plan hands them to
-    known = {name for name, p in names.items() if p.kind is not inspect.Parameter.VAR_POSITIONAL}
-    known -= ours | {"self"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TypeError(f"plan() got unknown options {unknown}, expected some of {sorted(known)}")
+def plan_options(wrapper: Any) -> frozenset[str]:
+    """Names of what a FlashInfer wrapper's plan takes."""
+    parameters = inspect.signature(wrapper.plan).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        parameters = inspect.signature(wrapper._plan_impl).parameters  # which gets all of them
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(name for name, p in parameters.items() if p.kind in named)

@@ -16,17 +16,18 @@ from pagedattn.backends.flashinfer.kernel import on_device
 from pagedattn.backends.flashinfer.kernel_choice import graph_prefill_kernel, has_fa3
 from pagedattn.backends.flashinfer.mixed_step import split_step
 from pagedattn.backends.flashinfer.paged_wrapper import (
+    SLOT_ARRAYS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
 )
-from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper, with_mask
+from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
+from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.kernels.rows import gather_rows, scatter_rows
 from pagedattn.spec import AttentionSpec
-from pagedattn.staging import Staging
 
 
 class MixedWrapper(PagedWrapper):
@@ -66,8 +67,8 @@ class MixedWrapper(PagedWrapper):
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         sizes = None
         if capacity is not None:
-            sizes = [8 * capacity.num_tokens] * 3 + [8 * capacity.batch_size]
-        self._staging = Staging(self.device, sizes)
+            sizes = [capacity.num_tokens] * 3 + [capacity.batch_size]
+        self._arrays = StepArrays(self.device, {**SLOT_ARRAYS, "places": torch.int64}, sizes)
         self._places: Tensor | None = None  # i64[decode rows]  their tokens; negative: padding
         self._decode_rows: tuple[Tensor, Tensor, Tensor] | None = None  # q, out and lse of them
 
@@ -85,7 +86,7 @@ class MixedWrapper(PagedWrapper):
     ) -> None:
         """Make ready for a step; see `FlashInferPrefillWrapper.plan`, whose arguments these are."""
         with self._range("plan"):
-            spec = with_mask(self._begin_plan(dtype), causal, window_left)
+            spec = self._begin_plan(dtype, causal, window_left)
             step = read_step(
                 qo_indptr,
                 paged_kv_indptr,
@@ -160,8 +161,8 @@ class MixedWrapper(PagedWrapper):
             num_rows = self.capacity.batch_size
             places = np.pad(places, (0, num_rows - len(places)), constant_values=-1)
         slots = token_slots(step, num_tokens, self.sink_page)
-        _, on_gpu = self._stage(self._staging, [*slots, torch.from_numpy(places)])
-        self.write_slots, self.token_to_page, self.token_to_cache, self._places = on_gpu
+        self._upload([*slots, places])
+        self._places = self._arrays.on_device("places")
         old = self._decode_rows
         if old is None or old[0].shape[0] < num_rows or old[0].dtype != spec.dtype:
             shape = (num_rows, spec.num_qo_heads, spec.head_dim)

@@ -51,8 +51,9 @@ def split_step(step: HostStep, *, last_gap: bool) -> MixedStep:
     qo_indptr = np.zeros(num_rows + 1, dtype=np.int32)
     qo_indptr[1 : 2 * prompts.batch_size : 2] = begins[is_prompt]
     qo_indptr[2 : 2 * prompts.batch_size + 1 : 2] = ends[is_prompt]
-    kv_lens = np.zeros(num_rows, dtype=np.int32)
-    kv_lens[1::2] = prompts.kv_lens
+    kv_lens, last_page_len = np.zeros((2, num_rows), dtype=np.int32)
+    kv_lens[1 : 2 * prompts.batch_size : 2] = prompts.kv_lens
+    last_page_len[1 : 2 * prompts.batch_size : 2] = prompts.last_page_len
     # a gap begins and ends where the pages of the prompt before it end
     kv_indptr = np.full(num_rows + 1, prompts.kv_indptr[-1], dtype=np.int32)
     kv_indptr[: 2 * prompts.batch_size + 1] = np.repeat(prompts.kv_indptr, 2)[:-1]
@@ -62,7 +63,13 @@ def split_step(step: HostStep, *, last_gap: bool) -> MixedStep:
         decode=step.rows(is_decode),
         decode_places=begins[is_decode].astype(np.int64),
         prefill=HostStep(
-            step.page_size, qo_indptr, kv_indptr, prompts.kv_indices, kv_lens, step.num_pages
+            step.page_size,
+            qo_indptr,
+            kv_indptr,
+            prompts.kv_indices,
+            kv_lens,
+            last_page_len,
+            step.num_pages,
         ),
         num_prompts=prompts.batch_size,
     )

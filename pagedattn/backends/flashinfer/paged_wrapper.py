@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.custom_op import (
@@ -21,13 +22,17 @@ from pagedattn.backends.flashinfer.custom_op import (
     register,
 )
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
-from pagedattn.staging import Staging
 from pagedattn.validation import check_query, split_kv_cache
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashInfer's paged kernels take for queries, keys and values alike."""
+
+
+SLOT_ARRAYS = dict.fromkeys(("write_slots", "token_to_page", "token_to_cache"), torch.int64)
+"""Where new tokens belong, among a wrapper's `StepArrays`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class PagedWrapper:
             raise ValueError(
                 f"workspace_buffer must be on {self.device}, got {self.float_workspace.device}"
             )
+        self._arrays: StepArrays
+        self._specs: dict[tuple[torch.dtype, bool, int], AttentionSpec] = {}
         self._number = register(self)
         self._step: PlannedStep | None = None
         self._frozen: object = None  # what a captured kernel was compiled and launched for
@@ -174,14 +181,19 @@ class PagedWrapper:
             )
         return self._step
 
-    def _begin_plan(self, dtype: torch.dtype) -> AttentionSpec:
-        """Forget the last plan; return the spec with the planned dtype."""
+    def _begin_plan(self, dtype: torch.dtype, causal: bool, window_left: int) -> AttentionSpec:
+        """Forget the last plan; return the spec with the planned dtype and mask."""
         self._step = None
         if is_capturing(self.device):
             raise RuntimeError("plan() cannot be captured in a CUDA graph: plan before the capture")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {list(DTYPES)}, got {dtype}")
-        return replace(self.spec, dtype=dtype)
+        key = (dtype, causal, window_left)
+        if key not in self._specs:
+            self._specs[key] = replace(
+                self.spec, dtype=dtype, causal=causal, window_left=window_left
+            )
+        return self._specs[key]
 
     def _freeze(self, choice: object) -> None:
         """In graph mode, refuse a plan whose kernel is not the one that graphs captured."""
@@ -191,13 +203,13 @@ class PagedWrapper:
                 f"{choice}: build another wrapper"
             )
 
-    def _stage(
-        self, staging: Staging, arrays: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Send arrays over; return their page-locked and their device copies."""
+    def _upload(self, arrays: Sequence[NDArray[Any]]) -> None:
+        """Send a step's arrays over, and say where its new tokens belong."""
         with on_device(self.device):
-            device_arrays = staging.upload(arrays)
-        return staging.host, device_arrays
+            self._arrays.upload(arrays)
+        self.write_slots = self._arrays.on_device("write_slots")
+        self.token_to_page = self._arrays.on_device("token_to_page")
+        self.token_to_cache = self._arrays.on_device("token_to_cache")
 
     def _range(self, what: str) -> contextlib.AbstractContextManager[Any]:
         if not self.enable_nvtx:

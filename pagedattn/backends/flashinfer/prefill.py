@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.defects import (
@@ -24,21 +26,21 @@ from pagedattn.backends.flashinfer.host_step import (
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
 from pagedattn.backends.flashinfer.kernel_choice import KERNELS, has_fa3, prefill_kernel
 from pagedattn.backends.flashinfer.library import (
-    check_plan_options,
     flashinfer_version,
     load_flashinfer,
 )
 from pagedattn.backends.flashinfer.need import DeviceFacts, prefill_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
+    SLOT_ARRAYS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
 )
+from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
-from pagedattn.staging import Staging
 
 _OURS = frozenset(
     [
@@ -63,17 +65,16 @@ _OURS = frozenset(
         "max_sequence_kv",
     ]
 )
-_ARRAYS = (  # (dtype, entries for a capacity), in the order of the staged arrays
-    ("qo_indptr", torch.int32),
-    ("kv_indptr", torch.int32),
-    ("last_page_len", torch.int32),
-    ("kv_lens", torch.int32),
-    ("write_slots", torch.int64),
-    ("token_to_page", torch.int64),
-    ("token_to_cache", torch.int64),
-    ("rows_without_keys", torch.bool),
-    ("kv_indices", torch.int32),  # last: a copy ends with the last entry that a step has
-)
+_ARRAYS = {
+    "qo_indptr": torch.int32,
+    "kv_indptr": torch.int32,
+    "last_page_len": torch.int32,
+    "kv_lens": torch.int32,
+    **SLOT_ARRAYS,
+    "rows_without_keys": torch.bool,
+    "kv_indices": torch.int32,
+}
+_NO_ROWS = np.empty(0, dtype=np.bool_)
 
 
 class FlashInferPrefillWrapper(PagedWrapper):
@@ -138,7 +139,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
         self._library = load_flashinfer()
         self._version = flashinfer_version(self._library)
         self._kernels: dict[str, Kernel] = {}
-        self._staging = Staging(self.device, self._capacity_bytes())
+        self._arrays = StepArrays(self.device, _ARRAYS, self._entries())
 
     def plan(
         self,
@@ -171,7 +172,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
             TypeError: FlashInfer does not know an option, or this wrapper sets it itself.
         """
         with self._range("plan"):
-            spec = self._begin_plan(dtype)
+            spec = self._begin_plan(dtype, causal, window_left)
             step = read_step(
                 qo_indptr,
                 paged_kv_indptr,
@@ -180,7 +181,6 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 self.page_size,
                 kv_lens,
             )
-            spec = with_mask(spec, causal, window_left)
             self.plan_step(step, spec, kwargs)
 
     def plan_step(
@@ -216,10 +216,9 @@ class FlashInferPrefillWrapper(PagedWrapper):
         if clear is not None and self.capacity is None and not clear.any():
             clear = None  # a graph clears always: a later step may need it
         kernel = self._kernel(name)
-        check_plan_options(kernel.wrapper, options, _OURS)
-        no_rows = torch.empty(0, dtype=torch.bool)
-        token_arrays = [*slots, no_rows if clear is None else torch.from_numpy(clear)]
-        rows_to_clear = self._stage_and_plan(kernel, step, spec, options, token_arrays)
+        kernel.check_options(options, _OURS)
+        token_arrays = [*slots, _NO_ROWS if clear is None else clear]
+        self._stage_and_plan(kernel, step, spec, options, token_arrays)
         self._frozen = (name, spec, tuple(sorted(options.items())))
         planned = kernel if step.num_tokens else None
         self._step = PlannedStep(
@@ -227,7 +226,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
             spec,
             step.num_tokens,
             step.num_pages,
-            None if clear is None else rows_to_clear,
+            None if clear is None else self._arrays.on_device("rows_without_keys"),
         )
 
     def _choose(self, step: HostStep, spec: AttentionSpec) -> str:
@@ -256,19 +255,19 @@ class FlashInferPrefillWrapper(PagedWrapper):
         step: HostStep,
         spec: AttentionSpec,
         options: dict[str, Any],
-        token_arrays: list[Tensor],
-    ) -> Tensor:
-        """Send the step and its tokens' arrays over, have FlashInfer plan it; return the last."""
-        parts = (step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens, step.kv_indices)
-        *arrays, kv_indices = map(torch.from_numpy, parts)
-        host, on_gpu = self._stage(self._staging, [*arrays, *token_arrays, kv_indices])
-        self.write_slots, self.token_to_page, self.token_to_cache = on_gpu[4:7]
+        token_arrays: list[NDArray[Any]],
+    ) -> None:
+        """Send the step and its tokens' arrays over, and have FlashInfer plan it."""
+        arrays = self._arrays
+        parts = [step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens]
+        self._upload([*parts, *token_arrays, step.kv_indices])
         if step.num_tokens:
             try:
                 kernel.plan(
-                    *host[:2],
-                    on_gpu[8],
-                    host[2],
+                    arrays.host("qo_indptr"),
+                    arrays.host("kv_indptr"),
+                    arrays.on_device("kv_indices"),
+                    arrays.host("last_page_len"),
                     spec.num_qo_heads,
                     spec.num_kv_heads,
                     spec.head_dim,
@@ -277,28 +276,17 @@ class FlashInferPrefillWrapper(PagedWrapper):
                     window_left=spec.window_left,
                     q_data_type=spec.dtype,
                     kv_data_type=spec.dtype,
-                    seq_lens=host[3],
+                    seq_lens=arrays.host("kv_lens"),
                     max_token_per_sequence=int(step.qo_lens.max()),
                     **options,
                 )
             finally:
-                self._staging.hold()  # FlashInfer copies from the same page-locked memory
-        return on_gpu[7]
+                arrays.hold()  # FlashInfer copies from the same page-locked memory
 
-    def _capacity_bytes(self) -> list[int] | None:
-        return (
-            None
-            if self.capacity is None
-            else [
-                entries * dtype.itemsize
-                for entries, (_, dtype) in zip(self._entries(), _ARRAYS, strict=True)
-            ]
-        )
-
-    def _entries(self) -> list[int]:
-        """Entries of every staged array at capacity, the added padding request included."""
+    def _entries(self) -> list[int] | None:
+        """Entries of every array at capacity, the added padding request included."""
         if self.capacity is None:
-            return []
+            return None
         batch, tokens = self.capacity.batch_size + 1, self.capacity.num_tokens
         return [batch + 1, batch + 1, batch, batch, *[tokens] * 4, self.capacity.num_pages + 1]
 
@@ -306,14 +294,12 @@ class FlashInferPrefillWrapper(PagedWrapper):
         if name not in self._kernels:
             buffers: dict[str, Any] = {}
             if self.capacity is not None:
-                views = self._staging.fixed_buffers([dtype for _, dtype in _ARRAYS])
-                fixed = [v[:n] for v, n in zip(views, self._entries(), strict=True)]
                 buffers = {
                     "use_cuda_graph": True,
-                    "qo_indptr_buf": fixed[0],
-                    "paged_kv_indptr_buf": fixed[1],
-                    "paged_kv_indices_buf": fixed[8],
-                    "paged_kv_last_page_len_buf": fixed[2],
+                    "qo_indptr_buf": self._arrays.fixed("qo_indptr"),
+                    "paged_kv_indptr_buf": self._arrays.fixed("kv_indptr"),
+                    "paged_kv_indices_buf": self._arrays.fixed("kv_indices"),
+                    "paged_kv_last_page_len_buf": self._arrays.fixed("last_page_len"),
                 }
             with on_device(self.device):
                 wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
@@ -327,15 +313,3 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 kernel.set_integer_bytes(need.int_bytes)
             self._kernels[name] = kernel
         return self._kernels[name]
-
-
-def with_mask(spec: AttentionSpec, causal: bool, window_left: int) -> AttentionSpec:
-    """Return the same layer with another mask."""
-    return AttentionSpec(
-        spec.num_qo_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        spec.dtype,
-        causal=causal,
-        window_left=window_left,
-    )
