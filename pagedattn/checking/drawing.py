@@ -23,7 +23,7 @@ PAGE_SIZES = (4, 1, 3, 5, 16, 64, 256)
 GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 24, 48)
 HEAD_DIMS = (16, 64, 40, 128, 256)
 TILES = (16, 64, 128)
-SOFT_CAPS = (0.0, 1.0, 30.0)
+SOFT_CAPS = (0.0, 0.0, 0.0, 1.0, 30.0)
 SM_SCALES = (None, 0.3)
 HOSTILE_GARBAGE = ("nan", "infinity", "junk")
 TILE_WORK = 64 * 64
@@ -44,7 +44,7 @@ class Choices(Protocol):
 class RandomChoices:
     """Choices from a seeded random generator: the same seed gives the same draws."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self._random = random.Random(seed)
 
     def integer(self, low: int, high: int) -> int:

@@ -38,14 +38,19 @@ class Tally:
     failures: tuple[Failure, ...]
 
 
+def batch_of_seed(mode: str, seed: int, device: torch.device) -> Batch:
+    """The step that the check command draws from a seed, larger for a GPU."""
+    on_gpu = device.type == "cuda"
+    specs, steps = (GPU_SPECS, GPU_STEPS) if on_gpu else (SpecLimits(), StepLimits())
+    return draw_batch(RandomChoices(f"{mode} {seed}"), mode, specs, steps)
+
+
 def supported_batches(
     backend: str, mode: str, seeds: range, device: torch.device
 ) -> Iterator[tuple[int, Batch]]:
     """Draw one step a seed; yield those that the backend supports, with their seeds."""
-    on_gpu = device.type == "cuda"
-    specs, steps = (GPU_SPECS, GPU_STEPS) if on_gpu else (SpecLimits(), StepLimits())
     for seed in seeds:
-        batch = draw_batch(RandomChoices(seed), mode, specs, steps)
+        batch = batch_of_seed(mode, seed, device)
         if not unsupported_reasons(backend, batch.spec, batch.page_size, device):
             yield seed, batch
 
