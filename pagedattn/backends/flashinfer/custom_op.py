@@ -24,6 +24,12 @@ class Runnable(Protocol):
         """Check the tensors, then write `out` and `lse`."""
         ...
 
+    def run_into(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Write `out` and `lse` of tensors that have been checked already."""
+        ...
+
 
 # Operators are global, and so is the one table that they find wrappers by; it keeps none alive.
 _WRAPPERS: weakref.WeakValueDictionary[int, Runnable] = weakref.WeakValueDictionary()
@@ -71,3 +77,27 @@ def flashinfer_run_return_lse(
 def _(q: Tensor, kv_cache: Sequence[Tensor], wrapper: int) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("pagedattn::flashinfer_run_into", mutates_args=("out", "lse"))
+def flashinfer_run_into(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None, wrapper: int
+) -> None:
+    """Write `out`, and `lse` where it is given, for the step that a wrapper has planned.
+
+    Args:
+        q: As for `PagedWrapper.run_into`.
+        k_pages: Keys.
+        v_pages: Values.
+        out: Written.
+        lse: Written.
+        wrapper: Its number.
+    """
+    _WRAPPERS[wrapper].run_into(q, k_pages, v_pages, out, lse)
+
+
+@flashinfer_run_into.register_fake
+def _(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None, wrapper: int
+) -> None:
+    return None

@@ -98,7 +98,7 @@ class PagedWrapper:
             )
         self._arrays: StepArrays
         self._specs: dict[tuple[torch.dtype, bool, int], AttentionSpec] = {}
-        self._number = register(self)
+        self.number = register(self)
         self._step: PlannedStep | None = None
         self._frozen: object = None  # what a captured kernel was compiled and launched for
 
@@ -125,7 +125,7 @@ class PagedWrapper:
         """
         kv_cache = _as_sequence(kv_cache_layer)
         if torch.compiler.is_compiling():
-            compiled: Tensor = flashinfer_run(q, kv_cache, self._number)
+            compiled: Tensor = flashinfer_run(q, kv_cache, self.number)
             return compiled
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.run_checked(q, kv_cache, out, None)
@@ -137,7 +137,7 @@ class PagedWrapper:
         """Like `run`, and return the natural-log LSE, f32[total_tokens, num_qo_heads], too."""
         kv_cache = _as_sequence(kv_cache_layer)
         if torch.compiler.is_compiling():
-            both: tuple[Tensor, Tensor] = flashinfer_run_return_lse(q, kv_cache, self._number)
+            both: tuple[Tensor, Tensor] = flashinfer_run_return_lse(q, kv_cache, self.number)
             return both
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
