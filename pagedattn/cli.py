@@ -12,6 +12,7 @@ import click
 _COMMANDS = {
     "check": "pagedattn.checking.run.check",
     "demo": "pagedattn.integrations.demo.demo",
+    "explain": "pagedattn.explain.command.explain",
 }
 
 

@@ -29,6 +29,10 @@ FLOORS = {
     "testing": 5,
     "integrations": 5,
     "flashinfer": 5,  # re-exports the wrapper layer
+    "toolchain": 5,
+    "explain": 5,
+    "doctor": 5,
+    "precompile": 5,
     "cli": 5,
     "__init__": 6,
 }
