@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_steps import assert_agrees, batch_of, require_support, supported_batches
+from attention_steps import assert_agrees, batch_of, half, require_support, supported_batches
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -24,20 +24,21 @@ def test_drawn_steps(backend, device, mode, data):
 
 @pytest.mark.parametrize("page_size", [1, 3, 5, 16, 64, 256])
 def test_page_sizes_at_their_edges(backend, device, page_size):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     kv_lens = (max(page_size - 1, 1), page_size, page_size + 1, 2 * page_size, 3)
     assert_agrees(backend, batch_of(spec, page_size, kv_lens, (1, 1, 2, 1, 3)), device)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 5, 6, 7, 8, 12, 24, 48])
 def test_ratios_of_query_heads_to_kv_heads(backend, device, group_size):
-    spec = AttentionSpec(2 * group_size, 2, 64, FP16)
+    spec = AttentionSpec(2 * group_size, 2, 64, half(backend))
     assert_agrees(backend, batch_of(spec, 16, (33, 20), (1, 7)), device)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_head_dims(backend, device, head_dim, dtype):
+@pytest.mark.parametrize("full_precision", [False, True], ids=["half", "float32"])
+def test_head_dims(backend, device, head_dim, full_precision):
+    dtype = FP32 if full_precision else half(backend)
     spec = AttentionSpec(4, 2, head_dim, dtype)
     assert_agrees(backend, batch_of(spec, 16, (37, 50), (1, 6)), device)
 
@@ -52,7 +53,7 @@ def test_dtypes(backend, device, dtype, causal):
 @pytest.mark.parametrize("window_left", [0, 1, 14, 15, 16, 17, 63, 64, 65])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_windows(backend, device, window_left, causal):
-    spec = AttentionSpec(2, 1, 64, FP16, causal=causal, window_left=window_left)
+    spec = AttentionSpec(2, 1, 64, half(backend), causal=causal, window_left=window_left)
     batch = batch_of(spec, 16, (17, 70, 100), (1, 33, 1), values="loud_key")
     assert_agrees(backend, batch, device)
 
@@ -60,7 +61,7 @@ def test_windows(backend, device, window_left, causal):
 @pytest.mark.parametrize("soft_cap", [1.0, 30.0])
 @pytest.mark.parametrize("values", ["large_logits", "low_scores", "loud_key"])
 def test_soft_caps(backend, device, soft_cap, values):
-    spec = AttentionSpec(4, 2, 64, FP16, logits_soft_cap=soft_cap)
+    spec = AttentionSpec(4, 2, 64, half(backend), logits_soft_cap=soft_cap)
     assert_agrees(backend, batch_of(spec, 16, (37, 50), (1, 9), values=values), device)
 
 
@@ -74,7 +75,7 @@ def test_kinds_of_values_and_of_garbage(backend, device, values, garbage):
 
 @pytest.mark.parametrize("sm_scale", [0.01, 1.0])
 def test_scales(backend, device, sm_scale):
-    spec = AttentionSpec(4, 2, 64, FP16, sm_scale=sm_scale)
+    spec = AttentionSpec(4, 2, 64, half(backend), sm_scale=sm_scale)
     assert_agrees(backend, batch_of(spec, 16, (37, 50), (1, 9)), device)
 
 
@@ -92,12 +93,12 @@ def test_scales(backend, device, sm_scale):
     ],
 )
 def test_empty_rows_and_empty_requests(backend, device, causal, kv_lens, qo_lens):
-    spec = AttentionSpec(4, 2, 64, FP16, causal=causal)
+    spec = AttentionSpec(4, 2, 64, half(backend), causal=causal)
     assert_agrees(backend, batch_of(spec, 4, kv_lens, qo_lens), device)
 
 
 def test_a_row_that_sees_no_key_is_zero_with_an_lse_of_minus_infinity(backend, device):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     require_support(backend, spec, 4, device)
     out, lse = attend_with(backend)(batch_of(spec, 4, (17, 0), (40, 2)).materialise(device))
     empty = [*range(23), 40, 41]
@@ -106,30 +107,32 @@ def test_a_row_that_sees_no_key_is_zero_with_an_lse_of_minus_infinity(backend, d
     assert torch.isfinite(lse[23:40]).all()
 
 
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("full_precision", [False, True], ids=["half", "float32"])
 @pytest.mark.parametrize("window_left", [-1, 700])
-def test_few_queries_over_contexts_that_are_split(backend, device, dtype, window_left):
+def test_few_queries_over_contexts_that_are_split(backend, device, full_precision, window_left):
+    dtype = FP32 if full_precision else half(backend)
     spec = AttentionSpec(2, 1, 64, dtype, window_left=window_left)
     longest = 20000 if device.type == "cuda" else 1500
     batch = batch_of(spec, 16, (longest, 1, 30), (1, 1, 3), values="loud_key")
     assert_agrees(backend, batch, device)
 
 
-@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_prompts_of_many_query_blocks(backend, device, dtype):
+@pytest.mark.parametrize("full_precision", [False, True], ids=["half", "float32"])
+def test_prompts_of_many_query_blocks(backend, device, full_precision):
+    dtype = FP32 if full_precision else half(backend)
     spec = AttentionSpec(3, 1, 64, dtype)
     longest = 2000 if device.type == "cuda" else 200
     assert_agrees(backend, batch_of(spec, 16, (longest, 130), (longest, 65)), device)
 
 
 def test_pages_shared_by_requests(backend, device):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     batch = Batch(spec, 4, 9, (14, 9, 14), (1, 9, 2), ((8, 1, 5, 0), (8, 1, 5), (8, 1, 2, 3)))
     assert_agrees(backend, batch, device)
 
 
 def test_one_object_serves_steps_of_every_shape_in_turn(backend, device):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     require_support(backend, spec, 4, device)
     attn = PagedAttention(spec, 4, backend=backend, device=device)
 
@@ -146,7 +149,7 @@ def test_one_object_serves_steps_of_every_shape_in_turn(backend, device):
 
 @pytest.mark.parametrize("layout", ["layer of a larger cache", "pair", "wider pages"])
 def test_strided_caches(backend, device, layout):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     require_support(backend, spec, 4, device)
     step = batch_of(spec, 4, (14, 9), (1, 9)).materialise(device)
     cache = step.kv_cache
@@ -167,7 +170,7 @@ def test_strided_caches(backend, device, layout):
 
 
 def test_strided_queries(backend, device):
-    spec = AttentionSpec(4, 2, 64, FP16)
+    spec = AttentionSpec(4, 2, 64, half(backend))
     require_support(backend, spec, 4, device)
     step = batch_of(spec, 4, (14, 9), (1, 9)).materialise(device)
     packed = torch.full((10, 8, 64), torch.nan).to(step.q)  # as a slice of packed q, k and v

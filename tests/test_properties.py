@@ -8,6 +8,7 @@ from attention_steps import (
     assert_related,
     assert_same_bits,
     batch_of,
+    half,
     require_support,
     supported_batches,
 )
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pagedattn import AttentionSpec, unsupported_reasons
 from pagedattn.attention import AttentionOutput
 from pagedattn.checking.bound import Bound, allowed_error
-from pagedattn.checking.compare import tanh_error_of
+from pagedattn.checking.compare import arithmetic_of
 from pagedattn.checking.dense import visible_mask
 from pagedattn.checking.step import Step, attend_with, oracle
 from pagedattn.checking.transforms import (
@@ -38,7 +39,7 @@ def draw_batch(data, backend, device, **limits):
 
 
 def bound_of(backend: str, step: Step) -> Bound:
-    return allowed_error(step, oracle(step), tanh_error=tanh_error_of(backend))
+    return allowed_error(step, oracle(step), arithmetic_of(backend))
 
 
 def pick(answer, index: torch.Tensor):
@@ -102,12 +103,13 @@ def test_a_query_of_zeros_gets_the_mean_of_what_it_sees(backend, device, data):
                 out[row] = v.mean(0).repeat_interleave(step.spec.group_size, dim=0)
                 lse[row] = seen.sum().double().log()
     expected = AttentionOutput(out, lse)
-    assert_related(attend_with(backend)(step), expected, allowed_error(step, expected))
+    bound = allowed_error(step, expected, arithmetic_of(backend))
+    assert_related(attend_with(backend)(step), expected, bound)
 
 
 @pytest.mark.parametrize("causal_window", [0, 5])
 def test_a_query_that_sees_one_key_gets_its_value_exactly(backend, device, causal_window):
-    spec = AttentionSpec(6, 2, 64, torch.float16, window_left=causal_window)
+    spec = AttentionSpec(6, 2, 64, half(backend), window_left=causal_window)
     require_support(backend, spec, 3, device)
     step = batch_of(spec, 3, (7, 1, 8), (1, 1, 8)).materialise(device)
     out, lse = attend_with(backend)(step)
@@ -226,7 +228,7 @@ def merge(
     ids=lambda option: next(iter(option)),
 )
 def test_every_option_changes_the_answer(backend, device, option):
-    plain = AttentionSpec(4, 2, 64, torch.float16)
+    plain = AttentionSpec(4, 2, 64, half(backend))
     spec = replace(plain, **option)
     require_support(backend, spec, 4, device)
     step = batch_of(plain, 4, (37, 20), (1, 9), garbage="zeros").materialise(device)

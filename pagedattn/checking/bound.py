@@ -36,13 +36,16 @@ they meet V: relative `u`, and half its smallest step `q` where they are tiny. W
     (u + (t(n) + 16) w) sum P_j |v_j| + (t(n) + 16) w |o| + q / 2 sum |v_j| / l                  (C)
 
 Output: `A + C`, and its rounding, `u (|o| + A + C) + q / 2`. LSE: `B`, the sum `(t(n) + 16) w`, and
-`4 w (|m| + |lse|)` for the logarithm and the way from base 2. A row that sees no key is allowed
+`4 w (|m| + |lse|)` for the logarithm and the way from base 2. A backend that sums weights which are
+rounded already (`Arithmetic.sums_rounded_weights`) has a sum that is off by at most `u` of itself,
+so `u / (1 - u) |o|` joins its output and `-log(1 - u)` its LSE. A row that sees no key is allowed
 nothing: 0 and minus infinity, exactly.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,6 +63,25 @@ HARDWARE_TANH_ERROR = 2.0**-10.987
 """Relative error of `tanh.approx.f32` (PTX ISA), which FlashInfer's soft cap uses."""
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a backend computes, where that decides what rounding can do.
+
+    Attributes:
+        tanh_error: Relative error of the tanh in its soft cap, beyond what float32 makes.
+        sums_rounded_weights: Whether weights are rounded to the spec's dtype before their sum, the
+            denominator, is made.
+    """
+
+    tanh_error: float = 0.0
+    sums_rounded_weights: bool = False
+
+
+FLOAT32_SUMS = Arithmetic()
+FLASHINFER = Arithmetic(HARDWARE_TANH_ERROR, sums_rounded_weights=True)
+"""FlashInfer's fa2 makes the row sums with the tensor cores that take the rounded weights."""
+
+
 class Bound(NamedTuple):
     """What error is allowed where, float64 on the CPU."""
 
@@ -67,20 +89,22 @@ class Bound(NamedTuple):
     lse: Tensor  # f64[tokens, num_qo_heads]
 
 
-def allowed_error(step: Step, expected: AttentionOutput, *, tanh_error: float = 0.0) -> Bound:
+def allowed_error(
+    step: Step, expected: AttentionOutput, arithmetic: Arithmetic = FLOAT32_SUMS
+) -> Bound:
     """Derive the bound of a step; the module's docstring has the derivation.
 
     Args:
         step: The inputs.
         expected: `oracle(step)`.
-        tanh_error: Relative error of the tanh under test beyond float32's, for soft caps.
+        arithmetic: How the backend under test computes.
     """
     small = step.compacted()
     low = dense_attention(small)
     out = 2 * _distance(low.out, expected.out).amax(-1, keepdim=True).expand_as(low.out).clone()
     lse = 2 * _distance(low.lse, expected.lse)
     for block in dense_blocks(small, torch.float64):
-        out_band, lse_band = _band(small.spec, block, tanh_error)
+        out_band, lse_band = _band(small.spec, block, arithmetic)
         out[block.rows] += out_band.transpose(0, 1)
         lse[block.rows] += lse_band.transpose(0, 1)
     return Bound(out, lse)
@@ -97,12 +121,12 @@ def _terms(n: Tensor | int) -> Tensor:
     return torch.minimum(n, 6 * n.sqrt())
 
 
-def _band(spec: AttentionSpec, block: DenseBlock, tanh_error: float) -> tuple[Tensor, Tensor]:
+def _band(spec: AttentionSpec, block: DenseBlock, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """f64[heads, rows, head_dim] and f64[heads, rows]: the band of `out` and of `lse`."""
     unit = torch.finfo(spec.dtype).eps / 2
     smallest = torch.finfo(spec.dtype).tiny * torch.finfo(spec.dtype).eps
     sees_key = block.visible.any(1)
-    scores, drift = _scores_and_drift(spec, block, tanh_error)
+    scores, drift = _scores_and_drift(spec, block, arithmetic.tanh_error)
     top = scores.amax(-1, keepdim=True).masked_fill(~sees_key[:, None], 0)
     denominator = torch.exp(scores - top).sum(-1, keepdim=True).clamp(min=1)
     p = torch.exp(scores - top) / denominator
@@ -116,11 +140,15 @@ def _band(spec: AttentionSpec, block: DenseBlock, tanh_error: float) -> tuple[Te
     out = moved @ v + moved.sum(-1, keepdim=True) * value  # (A)
     out += (unit + sums[:, None]) * (grown / z @ v) + sums[:, None] * value  # (C)
     out += smallest / 2 * (block.visible.double() @ v) / denominator
+    if arithmetic.sums_rounded_weights:
+        out += unit / (1 - unit) * value
     out += unit * (value + out) + smallest / 2
 
     lse_value = (top + torch.log(denominator))[..., 0]
     lse = torch.log(grown.sum(-1).clamp(min=1)) + sums
     lse += 4 * FLOAT32_ROUNDOFF * (top[..., 0].abs() + lse_value.abs())
+    if arithmetic.sums_rounded_weights:
+        lse -= math.log1p(-unit)
     return out * sees_key[:, None], lse * sees_key
 
 

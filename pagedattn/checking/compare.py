@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.attention import AttentionOutput
-from pagedattn.checking.bound import HARDWARE_TANH_ERROR, Bound, allowed_error
+from pagedattn.checking.bound import FLASHINFER, FLOAT32_SUMS, Arithmetic, Bound, allowed_error
 from pagedattn.checking.dense import dense_attention
 from pagedattn.checking.step import Attend, Step, attend_with, oracle
 
@@ -75,11 +75,10 @@ def compare(got: AttentionOutput, expected: AttentionOutput, bound: Bound) -> Co
     return Comparison(max(found, key=lambda place: place.excess, default=None))
 
 
-def check_step(attend: Attend, step: Step, *, tanh_error: float = 0.0) -> Comparison:
+def check_step(attend: Attend, step: Step, arithmetic: Arithmetic = FLOAT32_SUMS) -> Comparison:
     """Compute `step` with `attend` and compare it with the float64 oracle."""
     expected = oracle(step)
-    bound = allowed_error(step, expected, tanh_error=tanh_error)
-    return compare(attend(step), expected, bound)
+    return compare(attend(step), expected, allowed_error(step, expected, arithmetic))
 
 
 def compared_with(backend: str) -> str:
@@ -99,12 +98,12 @@ def check_backend(backend: str, step: Step, *, attend: Attend | None = None) -> 
     if backend == "reference":
         expected = dense_attention(step, torch.float64)
         return compare(attend(step), expected, allowed_error(step, expected))
-    return check_step(attend, step, tanh_error=tanh_error_of(backend))
+    return check_step(attend, step, arithmetic_of(backend))
 
 
-def tanh_error_of(backend: str) -> float:
-    """Relative error of the tanh in this backend's soft cap, beyond what float32 makes."""
-    return HARDWARE_TANH_ERROR if backend == "flashinfer" else 0.0
+def arithmetic_of(backend: str) -> Arithmetic:
+    """How a backend computes, for `allowed_error`."""
+    return FLASHINFER if backend == "flashinfer" else FLOAT32_SUMS
 
 
 def _worst(tensor: str, got: Tensor, expected: Tensor, allowed: Tensor) -> Difference | None:
