@@ -12,6 +12,8 @@ import click
 _COMMANDS = {
     "check": "pagedattn.checking.run.check",
     "demo": "pagedattn.integrations.demo.demo",
+    "show": "pagedattn.draw.show.show",
+    "doctor": "pagedattn.doctor.command.doctor",
     "explain": "pagedattn.explain.command.explain",
 }
 

@@ -16,6 +16,11 @@ from pathlib import Path
 
 FLASHINFER_PACKAGE = "flashinfer-python"
 _CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
+_FAMILY = re.compile(
+    r"batch_prefill_with_kv_cache_dtype_q_(?P<dtype>\w+?)_dtype_kv_\w+?_dtype_o_\w+?_dtype_idx_i32_"
+    r"head_dim_qk_(?P<head_dim>\d+)_head_dim_vo_\d+_posenc_0_use_swa_(?P<window>True|False)_"
+    r"use_logits_cap_(?P<soft_cap>True|False)_f16qk_False_?(?P<kind>\w*?)_?(?P<sm90>(?<=_)sm90)?"
+)
 
 
 @dataclass(frozen=True)
@@ -124,3 +129,23 @@ def _output_of(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def family_words(name: str) -> str:
+    """A kernel family's name in words; names of other kinds stay as they are.
+
+    Example:
+        >>> family_words(
+        ...     "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_"
+        ...     "head_dim_qk_64_head_dim_vo_64_posenc_0_use_swa_True_use_logits_cap_False_"
+        ...     "f16qk_False_sm90"
+        ... )
+        'fa3 bf16 head_dim 64, window'
+    """
+    found = _FAMILY.fullmatch(name)
+    if found is None:
+        return name
+    words = f"{'fa3' if found['sm90'] else 'fa2'} {found['dtype']} head_dim {found['head_dim']}"
+    words += ", window" if found["window"] == "True" else ""
+    words += ", soft cap" if found["soft_cap"] == "True" else ""
+    return words + (f" ({found['kind']})" if found["kind"] else "")

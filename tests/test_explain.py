@@ -101,7 +101,7 @@ def test_every_advice_answers_a_reason_that_a_backend_gives(monkeypatch):
     reasons += TritonBackend.unsupported_reasons(spec, 16, CUDA)
     for head_size in (80, 320):
         other = AttentionSpec(8, 2, head_size, causal=False, window_left=4)
-        given += flashinfer_backend.FlashInferBackend.unsupported_reasons(other, 16, CUDA)
+        reasons += flashinfer_backend.FlashInferBackend.unsupported_reasons(other, 16, CUDA)
     monkeypatch.setattr(flashinfer_backend, "load_flashinfer", lambda: 1 / 0)
     reasons += flashinfer_backend.FlashInferBackend.unsupported_reasons(spec, 16, CUDA)
     find_spec = importlib.util.find_spec
