@@ -69,6 +69,12 @@ class PageTable:
         begin, end = self.kv_indptr[request : request + 2].tolist()
         return self.kv_indices[begin:end]
 
+    def _repr_html_(self) -> str:
+        # the one import of a higher floor: notebooks ask the table, and only they need pictures
+        from pagedattn.draw import page_table_html
+
+        return page_table_html(self)
+
     def to_block_table(self, fill: int = -1) -> Tensor:
         """i32[batch, most pages of a request]: one row a request, `fill` after its last page."""
         num_pages = self.kv_indptr.diff()

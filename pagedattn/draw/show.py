@@ -1,0 +1,60 @@
+"""`pagedattn show`: the command that draws a page table from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TextIO
+
+import click
+from rich.console import Console
+
+from pagedattn.draw.draw import draw_mask, draw_pages
+from pagedattn.draw.picture import Picture
+from pagedattn.draw.table_file import TableFile, read_table
+
+_EXAMPLE = """
+\b
+Example:
+  {"page_size": 4, "kv_lens": [10, 6], "pages": [[3, 1, 4], [3, 5]], "qo_lens": [1, 6],
+   "window_left": 3, "num_pages": 8, "sink_page": 0}
+"""
+
+
+@click.command(epilog=_EXAMPLE)
+@click.argument("file", type=click.File("r", encoding="utf-8"))
+@click.option("--mask", "request", type=int, help="Draw what the queries of this request see.")
+@click.option(
+    "--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an SVG too."
+)
+def show(file: TextIO, request: int | None, svg_path: Path | None) -> None:
+    """Draw the page table in FILE ("-": standard input): who owns which page.
+
+    FILE is a JSON object with page_size, kv_lens and pages (of each request); optional are qo_lens,
+    window_left, causal, num_pages, sink_page and names.
+    """
+    try:
+        picture = _draw(read_table(file.read()), request)
+    except ValueError as error:
+        raise click.ClickException(f"{file.name}: {error}") from None
+    Console().print(picture, soft_wrap=True)
+    if svg_path is not None:
+        picture.save(svg_path)
+
+
+def _draw(table: TableFile, request: int | None) -> Picture:
+    if request is not None:
+        return draw_mask(
+            table.page_table,
+            request,
+            qo_indptr=table.qo_indptr,
+            causal=table.causal,
+            window_left=table.window_left,
+        )
+    return draw_pages(
+        table.page_table,
+        qo_indptr=table.qo_indptr,
+        window_left=table.window_left,
+        num_pages=table.num_pages,
+        sink_page=table.sink_page,
+        names=table.names,
+    )
