@@ -171,12 +171,13 @@ def test_shared_pages_new_tokens_and_the_window_look_like_this():
     picture = draw_pages(table, qo_indptr=indptr([1, 2]), window_left=4, num_pages=12, sink_page=0)
     assert picture.text == "\n".join([
         "12 pages of 4 slots: 4 in use (1 shared), 7 free, 1 sink",
-        "2 requests, 16 tokens in 12 slots, thanks to sharing; 4 slots unused (25 %)",
+        "2 requests, 16 tokens in 12 slots (shared); 4 slots unused (25 %)",
         "┌─0────────┬─1────────┬─2────────┬─3────────┬─4────────┬─5────────┬─6────────┐",
         "│ sink     │ r0+r1[0] │ r0[1]    │ free     │ r0[2]    │ r1[1]    │ 6 free   │",
         "│          │ ████     │ ░███     │          │ █+╱╱     │ ++╱╱     │ to 11    │",
         "└──────────┴──────────┴──────────┴──────────┴──────────┴──────────┴──────────┘",
         "█ token  + new in this step  ░ seen by no query (window_left=4)  ╱ unused",
+        "r0[i]: page i of r0  ×n[i]: page i of n requests, shared",
         "request  tokens     new  unused  pages: kv_indices[begin:end], in order",
         "r0           10       1       2  [0:3]  1 2 4",
         "r1            6       2       2  [3:5]  1 5",
@@ -188,7 +189,7 @@ def test_a_mask_looks_like_this():
     qo_indptr = indptr([3, 3])
     assert draw_mask(table, 1, qo_indptr=qo_indptr, window_left=2).text == "\n".join([
         "request 1: 3 queries, 6 keys in 2 pages of 4; causal, window_left=2",
-        "query i is at position i + 3: the last one at the end",
+        "query i is at position i + 3, the last query at the last key",
         "  page │2   │7   │",
         "0 at 3 │·███│··╱╱│",
         "1 at 4 │··██│█·╱╱│",

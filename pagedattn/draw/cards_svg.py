@@ -16,7 +16,7 @@ from pagedattn.draw.palette import (
 )
 from pagedattn.draw.pool import DrawnPage, Pool, SlotState, coarse, slots_per_mark
 from pagedattn.draw.svg import HATCH, MARGIN, WIDTH, box, faint, group, words
-from pagedattn.draw.words import owner_label, page_hint, slot_meanings
+from pagedattn.draw.words import label_meaning, owner_label, page_hint, slot_meanings
 
 LETTER_WIDTH = 6.8
 MAX_MARKS = 32
@@ -42,7 +42,7 @@ def cards(pool: Pool, pages: list[DrawnPage], top: float) -> tuple[list[str], fl
         elements.append(group(card, page_hint(page, pool.requests)))
     bottom = top + math.ceil(len(pages) / per_line) * (height + GAP)
     legend = _legend(pool, pages, bottom)
-    return elements + legend, bottom + (26 if legend else 6)
+    return elements + legend, bottom + (44 if legend else 6)
 
 
 def _card(
@@ -130,4 +130,5 @@ def _legend(pool: Pool, pages: list[DrawnPage], top: float) -> list[str]:
     if any(len(page.owners) > 1 for page in pages):
         elements.append(box(x + 2, top + 1, 15, 14, PAPER, INK, 2.5))
         elements.append(faint(x + 23, top + 13, "shared page"))
-    return elements
+    meaning = label_meaning(pages, pool.requests)
+    return [*elements, faint(MARGIN, top + 32, meaning)] if meaning else elements

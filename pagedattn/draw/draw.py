@@ -54,6 +54,7 @@ def draw_pages(
         │ ████     │ █╱╱╱     │ ██╱╱     │          │
         └──────────┴──────────┴──────────┴──────────┘
         █ token  ╱ unused
+        r0[i]: page i of r0
         request  tokens     new  unused  pages: kv_indices[begin:end], in order
         r0            5       -       3  [0:2]  0 1
         r1            2       -       2  [2:3]  2
@@ -120,7 +121,7 @@ def draw_mask(
         >>> qo_indptr = torch.tensor([0, 3], dtype=torch.int32)
         >>> print(draw_mask(table, qo_indptr=qo_indptr, window_left=2).text)
         request 0: 3 queries, 6 keys in 2 pages of 4; causal, window_left=2
-        query i is at position i + 3: the last one at the end
+        query i is at position i + 3, the last query at the last key
           page │7   │2   │
         0 at 3 │·███│··╱╱│
         1 at 4 │··██│█·╱╱│

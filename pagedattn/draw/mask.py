@@ -78,10 +78,8 @@ class Mask:
 
     def alignment(self) -> str:
         """Where the queries sit, in one line."""
-        sign = "-" if self.first_position < 0 else "+"
-        return (
-            f"query i is at position i {sign} {abs(self.first_position)}: the last one at the end"
-        )
+        sign, offset = "-" if self.first_position < 0 else "+", abs(self.first_position)
+        return f"query i is at position i {sign} {offset}, the last query at the last key"
 
     def query_label(self, row: int) -> str:
         """The queries of a row; of a single one its position too."""

@@ -16,6 +16,7 @@ from pagedattn.draw.pool_map import (
 )
 from pagedattn.draw.words import (
     clipped,
+    label_meaning,
     owner_label,
     pool_summary,
     request_rows,
@@ -65,9 +66,9 @@ def _append_cards(text: Text, pool: Pool, pages: list[DrawnPage]) -> None:
         _append_row(text, "│", "│", "│", [_padded(marks, inner) for marks in slots])
         bottom = [Text("─" * (inner + 2), style=FAINT)] * len(cards)
         _append_row(text, "└", "┴", "┘", bottom)
-    legend = _legend(pool, pages)
-    if legend:
-        text.append(clipped(legend, WIDTH) + "\n", style=FAINT)
+    for legend in (_legend(pool, pages), label_meaning(pages, pool.requests)):
+        if legend:
+            text.append(clipped(legend, WIDTH) + "\n", style=FAINT)
 
 
 def _legend(pool: Pool, pages: list[DrawnPage]) -> str:

@@ -31,7 +31,7 @@ def pool_summary(pool: Pool) -> tuple[str, str]:
     num_tokens, num_slots = int(pool.requests.kv_lens.sum()), int(pool.num_tokens.sum())
     tokens = f"{counted(len(pool.requests.names), 'request')}, {counted(num_tokens, 'token')}"
     if num_slots < num_tokens:
-        tokens += f" in {counted(num_slots, 'slot')}, thanks to sharing"
+        tokens += f" in {counted(num_slots, 'slot')} (shared)"
     num_owned = int((pool.num_owners > 0).sum())
     if num_owned:
         share = 100 * pool.num_unused / (num_owned * pool.page_size)
@@ -61,6 +61,18 @@ def _unowned_label(page: DrawnPage, width: int) -> str:
     word = "free" if page.kind == PageKind.FREE else "others'"
     counted_word = f"{page.last - page.first + 1} {word}"
     return counted_word if page.first < page.last and len(counted_word) <= width else word
+
+
+def label_meaning(pages: Sequence[DrawnPage], requests: Requests) -> str:
+    """What the labels of cards mean; empty where no page has an owner."""
+    owned = [page for page in pages if page.owners]
+    if not owned:
+        return ""
+    name = requests.names[owned[0].owners[0].request]
+    meaning = f"{name}[i]: page i of {name}"
+    if any(len(page.owners) > 1 for page in owned):
+        meaning += "  ×n[i]: page i of n requests, shared"
+    return meaning
 
 
 def page_hint(page: DrawnPage, requests: Requests) -> str:
