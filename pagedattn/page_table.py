@@ -206,7 +206,9 @@ class PageTable:
         return cls.from_block_table(blocks.contiguous(), lens, page_size)
 
 
-def write_slots(page_table: PageTable, qo_indptr: Tensor) -> Tensor:
+def write_slots(
+    page_table: PageTable, qo_indptr: Tensor, num_rows: int | None = None
+) -> Tensor:
     """Flat slot of every new token: where its key and value belong.
 
     Query `i` of a request with `qo_len` queries and `kv_len` tokens is token `kv_len - qo_len + i`.
@@ -214,10 +216,12 @@ def write_slots(page_table: PageTable, qo_indptr: Tensor) -> Tensor:
     Args:
         page_table: The step's table, lengths after the new tokens.
         qo_indptr: i32[batch + 1], where each request's new tokens begin.
+        num_rows: Length of the result, for steps that are padded; `None`: the new tokens.
 
     Returns:
-        i64[tokens]: `page * page_size + offset`; -1 for a query before its request's first token
-        (`qo_len > kv_len`), which has no slot and which `PagedKVCache.append` skips.
+        i64[tokens or num_rows]: `page * page_size + offset`; -1 for what has no slot and what
+        `PagedKVCache.append` skips: padding, and a query before its request's first token
+        (`qo_len > kv_len`).
 
     Example:
         >>> table = PageTable.from_lengths([5, 3], page_size=4, page_ids=[7, 2, 9])
@@ -228,6 +232,9 @@ def write_slots(page_table: PageTable, qo_indptr: Tensor) -> Tensor:
     table = page_table.to("cpu")
     lens, indptr, ids = table.kv_lens.numpy(), table.kv_indptr.numpy(), table.kv_indices.numpy()
     slots = slots_of_arrays(qo_indptr.cpu().numpy(), indptr, ids, lens, table.page_size)
+    if num_rows is not None:
+        padding = np.full(num_rows - len(slots), -1, dtype=np.int64)
+        slots = np.concatenate([slots, padding])
     return torch.from_numpy(slots).to(page_table.device)
 
 

@@ -96,13 +96,7 @@ def compile_case(case: dict) -> dict:
     spec = AttentionSpec(**fields)
     tiles = choose_tiles(spec, DeviceFacts(num_sms=132))
     if case["kernel"] == "plan":
-        constants = {
-            "GROUP": spec.group_size, "MAX_SHORT_ROWS": tiles.max_short_rows,
-            "SHORT_ROWS": tiles.short.rows, "SHORT_TILE": tiles.short.tile,
-            "LONG_ROWS": tiles.long.rows, "MIN_CHUNK": tiles.min_chunk,
-            "HAS_WINDOW": spec.window_left >= 0, "BLOCK": 1024,
-        }  # fmt: skip
-        return compile_sm90(build_schedule, spec.dtype, constants, num_warps=4)
+        return compile_sm90(build_schedule, spec.dtype, {"BLOCK": 1024}, num_warps=8)
     kernel, chosen = {
         "short": (short_attention, tiles.short),
         "long": (long_attention, tiles.long),

@@ -14,7 +14,7 @@ from pagedattn.backends.reference import ReferenceBackend
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
-HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 PAGE_SIZE = 4
 
 

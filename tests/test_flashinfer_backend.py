@@ -56,10 +56,12 @@ def test_every_step_is_right_one_after_the_other(device, name, batches):
         assert bool((backend.write_slots[len(right) :] == -1).all())
 
 
+@pytest.mark.parametrize(  # window and cap apart: each combination is minutes of compiling
+    "mask", [{"window_left": 2, "sm_scale": 0.4}, {"logits_soft_cap": 2.0}], ids=str
+)
 @pytest.mark.parametrize("name", CAPACITIES)
-def test_the_spec_reaches_the_kernels(device, name):
+def test_the_spec_reaches_the_kernels(device, name, mask):
     capacity = CAPACITIES[name]
-    mask = {"window_left": 2, "sm_scale": 0.4, "logits_soft_cap": 2.0}
     backend = FlashInferBackend(AttentionSpec(**HEADS, **mask), PAGE_SIZE, device, capacity)
     for lens in ([9, 17, 30], [1, 1, 1]), ([9, 17, 30], [4, 1, 16]):
         step = make_step(device, *lens)

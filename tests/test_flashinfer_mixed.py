@@ -71,11 +71,14 @@ def test_one_wrapper_serves_steps_of_any_kind_one_after_the_other(device):
         assert_right(*wrapper.run_return_lse(padded_query(step, TOKENS), step.kv_cache), step)
 
 
-@pytest.mark.parametrize("window_left", [0, 3])
-def test_windows_and_options_reach_both_halves(device, window_left):
+@pytest.mark.parametrize(  # window and cap apart: each combination is minutes of compiling
+    "options",
+    [{"window_left": 0}, {"window_left": 3, "sm_scale": 0.3}, {"logits_soft_cap": 1.0}],
+    ids=str,
+)
+def test_windows_and_options_reach_both_halves(device, options):
     step = make_step(device, *STEPS["decode and prompts"])
     wrapper = mixed(device)
-    options = {"window_left": window_left, "logits_soft_cap": 1.0, "sm_scale": 0.3}
     plan(wrapper, step, **options)
     out, lse = wrapper.run_return_lse(padded_query(step, TOKENS), step.kv_cache)
     assert_right(out, lse, step, **options)

@@ -34,7 +34,8 @@ class Backend(Protocol):
     """Whether `run` may be captured in a CUDA graph when a capacity is given."""
 
     write_slots: Tensor
-    """i64[tokens] on the device, of the last plan: see `pagedattn.page_table.write_slots`."""
+    """i64[tokens], with a capacity i64[max_tokens], on the device, of the last plan: see
+    `pagedattn.page_table.write_slots`."""
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class ReferenceBackend:
     ) -> None:
         self.spec = spec
         self.device = device
+        self.num_rows = None if capacity is None else capacity.max_tokens
 
     @classmethod
     def unsupported_reasons(
@@ -41,7 +42,7 @@ class ReferenceBackend:
         self.kv_lens = page_table.kv_lens.tolist()
         self.qo_bounds = qo_indptr.tolist()
         self.pages = [page_table.pages_of(r).long() for r in range(page_table.batch_size)]
-        self.write_slots = write_slots(page_table, qo_indptr).to(self.device)
+        self.write_slots = write_slots(page_table, qo_indptr, self.num_rows).to(self.device)
 
     def run(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

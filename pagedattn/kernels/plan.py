@@ -2,13 +2,13 @@
 
 The rows of a request are its queries times the query heads of one KV head, token by token.
 
-A request of few rows is short: blocks of `SHORT_ROWS` rows, each over the same tiles of keys. The work of all
+A request of few rows is short: blocks of `short_rows` rows, each over the same tiles of keys. The work of all
 short requests is one line of tiles, ordered by request, block, KV head and tile, which is cut into equal
 chunks, one for each program of the grid, wherever a chunk happens to end. So every program has the same work,
 whatever the lengths are. A (block, head) that a cut goes through is merged from its pieces: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
-A request of many rows is long: one unit of work a block of `LONG_ROWS` rows and KV head.
+A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
 
     header       i32[4]              tiles of a chunk, tiles of the line, long entries, 0
     short_ends   i32[batch + 1]      tiles of the line before each request, for one KV head
@@ -23,13 +23,13 @@ from pagedattn.kernels.masks import first_key
 
 
 @triton.jit
-def short_tiles(kv_len, qo_len, window_left, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
     """How many tiles each block of a short request visits, and the first; without keys still one.
 
     From the first key that the request's first query sees to the last key.
     """
-    first = first_key(kv_len - qo_len, window_left, HAS_WINDOW) // TILE
-    return tl.maximum((kv_len + TILE - 1) // TILE - first, 1), first
+    first = first_key(kv_len - qo_len, window_left, HAS_WINDOW) // tile
+    return tl.maximum((kv_len + tile - 1) // tile - first, 1), first
 
 
 @triton.jit
@@ -45,20 +45,23 @@ def _find(ENDS, at, batch_size, search_steps):
     return low
 
 
-@triton.jit(
-    do_not_specialize=["batch_size", "num_kv_heads", "window_left", "num_programs", "search_steps"]
+_NUMBERS = (
+    "batch_size num_kv_heads group window_left num_programs search_steps "
+    "max_short_rows short_rows short_tile long_rows min_chunk"
 )
+
+
+@triton.jit(do_not_specialize=_NUMBERS.split())
 def build_schedule(
     QO_INDPTR, KV_LENS,  # i32[batch + 1], i32[batch]
     HEADER, SHORT_ENDS, SHORT_FIRST, LONG_UNITS,  # the schedule
     LONG_ENDS,  # i32[batch + 1]: scratch
     ARRIVED,  # i32[programs]: zeroed
-    batch_size, num_kv_heads, window_left, num_programs, search_steps,
-    GROUP: tl.constexpr, MAX_SHORT_ROWS: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    SHORT_TILE: tl.constexpr, LONG_ROWS: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    batch_size, num_kv_heads, group, window_left, num_programs, search_steps,
+    max_short_rows, short_rows, short_tile, long_rows, min_chunk,  # tile choices
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Build the schedule for a short grid of `num_programs`."""
+    """Build the schedule for a short grid of `num_programs`; one compilation serves every spec."""
     lane = tl.arange(0, BLOCK)
     short_end = 0
     long_end = 0
@@ -70,16 +73,16 @@ def build_schedule(
         qo_begin = tl.load(QO_INDPTR + r, mask=known, other=0)
         qo_len = tl.load(QO_INDPTR + r + 1, mask=known, other=0) - qo_begin
         kv_len = tl.load(KV_LENS + r, mask=known, other=0)
-        is_short = qo_len * GROUP <= MAX_SHORT_ROWS
-        tiles, _ = short_tiles(kv_len, qo_len, window_left, SHORT_TILE, HAS_WINDOW)
-        short = tl.where(is_short, (qo_len * GROUP + SHORT_ROWS - 1) // SHORT_ROWS * tiles, 0)
-        long = tl.where(is_short, 0, (qo_len * GROUP + LONG_ROWS - 1) // LONG_ROWS)
+        is_short = qo_len * group <= max_short_rows
+        tiles, _ = short_tiles(kv_len, qo_len, window_left, short_tile, True)
+        short = tl.where(is_short, (qo_len * group + short_rows - 1) // short_rows * tiles, 0)
+        long = tl.where(is_short, 0, (qo_len * group + long_rows - 1) // long_rows)
         tl.store(SHORT_ENDS + r + 1, short_end + tl.cumsum(short, 0), mask=known)
         tl.store(LONG_ENDS + r + 1, long_end + tl.cumsum(long, 0), mask=known)
         short_end += tl.sum(short)
         long_end += tl.sum(long)
     num_tiles = short_end * num_kv_heads
-    chunk = tl.maximum((num_tiles + num_programs - 1) // num_programs, MIN_CHUNK)
+    chunk = tl.maximum((num_tiles + num_programs - 1) // num_programs, min_chunk)
     tl.store(HEADER, chunk)
     tl.store(HEADER + 1, num_tiles)
     tl.store(HEADER + 2, long_end)

@@ -57,6 +57,7 @@ class TritonBackend:
         self.capacity = capacity
         self.tiles = choose_tiles(spec, _device_facts(device))
         self._constants = _kernel_constants(spec, page_size)
+        self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
         if capacity is None:
             self._staging = Staging(device)
             self._buffers = self._allocate(ScheduleSize(0, 0))
@@ -86,7 +87,8 @@ class TritonBackend:
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Copy the table to the device and build the schedule there."""
-        slots = write_slots(page_table, qo_indptr)
+        num_padded = None if self.capacity is None else self.capacity.max_tokens
+        slots = write_slots(page_table, qo_indptr, num_padded)
         num_rows = np.diff(qo_indptr.numpy()).astype(np.int64) * self.spec.group_size
         kv_indptr, kv_lens = page_table.kv_indptr, page_table.kv_lens
         if self.capacity is not None:
@@ -150,23 +152,18 @@ class TritonBackend:
             self._step.qo_indptr, self._step.kv_lens,
             buffers.header, buffers.short_ends, buffers.short_first, buffers.long_units,
             buffers.long_ends, buffers.arrived,
-            batch_size, self.spec.num_kv_heads, self._window_left(), tiles.short_programs,
-            batch_size.bit_length(),
-            GROUP=self.spec.group_size, MAX_SHORT_ROWS=tiles.max_short_rows,
-            SHORT_ROWS=tiles.short.rows, SHORT_TILE=tiles.short.tile, LONG_ROWS=tiles.long.rows,
-            MIN_CHUNK=tiles.min_chunk, HAS_WINDOW=self.spec.window_left >= 0, BLOCK=1024,
-            num_warps=4,
+            batch_size, self.spec.num_kv_heads, self.spec.group_size, self._window_left,
+            tiles.short_programs, batch_size.bit_length(),
+            tiles.max_short_rows, tiles.short.rows, tiles.short.tile, tiles.long.rows,
+            tiles.min_chunk, BLOCK=1024, num_warps=8,
         )  # fmt: skip
-
-    def _window_left(self) -> int:
-        return min(self.spec.window_left, UNBOUNDED)
 
     def _score_numbers(self) -> tuple[int, float, float]:
         """The window, and the two factors of `scale_scores` with log2(e) folded in."""
         cap = self.spec.logits_soft_cap
         if cap > 0:
-            return self._window_left(), self.spec.scale / cap, cap * LOG2_E
-        return self._window_left(), self.spec.scale * LOG2_E, 0.0
+            return self._window_left, self.spec.scale / cap, cap * LOG2_E
+        return self._window_left, self.spec.scale * LOG2_E, 0.0
 
     def _allocate(self, size: ScheduleSize) -> ScheduleBuffers:
         return ScheduleBuffers.allocate(size, self.spec, self.tiles, self.device)
