@@ -150,7 +150,9 @@ def capture_layer_inputs(
     model.set_attn_implementation(ATTENTION_NAME)
     try:
         with torch.no_grad():
-            model(**inputs, past_key_values=cache)
+            # padding moves no token: rotary embeddings count from a prompt's first token
+            positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            model(**inputs, position_ids=positions, past_key_values=cache)
     finally:
         model.set_attn_implementation(before)
     return captured
