@@ -21,7 +21,7 @@ from pagedattn import (
 from pagedattn.checking.compare import check_backend
 from pagedattn.checking.step import Step
 
-SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=64)
 PAGE_SIZE = 4
 BAD_TABLE = PageTable(PAGE_SIZE, *(torch.tensor(x) for x in ([0, 1], [0], [3])))  # int64
 
@@ -96,7 +96,7 @@ def test_given_out_and_lse_are_written_and_returned(attn, device):
 def test_a_strided_out_is_written_between_its_gaps(attn, device):
     step = step_of(device)
     expected = run(attn, step)
-    wide = torch.full((3, 6, 64), 7.0, dtype=torch.float16, device=device)
+    wide = torch.full((3, 6, 64), 7.0, dtype=SPEC.dtype, device=device)
     attn.run(step.q, step.kv_cache, out=wide[:, :4])
     assert torch.equal(wide[:, :4], expected.out)
     assert (wide[:, 4:] == 7).all()
@@ -156,7 +156,7 @@ def test_with_a_capacity_padding_rows_are_finite_and_the_others_right(backend, d
     for seed, lens in enumerate([((9, 3), (2, 5)), shape, ((16, 3, 1), (1, 1, 1)), shape]):
         step = step_of(device, *lens, seed=seed)
         num_tokens = step.q.shape[0]
-        q = torch.ones(7, 4, 64, dtype=torch.float16, device=device)
+        q = torch.ones(7, 4, 64, dtype=SPEC.dtype, device=device)
         q[:num_tokens] = step.q
         out = torch.full_like(q, torch.nan)
         attn.plan(step.page_table, step.qo_indptr)

@@ -1,0 +1,131 @@
+"""Faults planted in the source of the Triton kernels are caught, where Triton interprets them."""
+
+import importlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from attention_steps import batch_of, require_support
+
+from pagedattn import AttentionSpec, kernels
+from pagedattn.checking.compare import check_backend
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU other kernels may run than the ones changed here"
+)
+
+KERNELS_OF_THE_BACKEND = {
+    "short": "short_attention",
+    "long": "long_attention",
+    "plan": "build_schedule",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """In one file, every occurrence of `old` (at least one) becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = {
+    "window one key short": [
+        Change("masks", "key >= position - window_left", "key > position - window_left")
+    ],
+    "window one key long": [
+        Change("masks", "key >= position - window_left", "key >= position - window_left - 1"),
+        Change("masks", "position - window_left, 0", "position - window_left - 1, 0"),
+    ],
+    "diagonal one key early": [Change("masks", "(key <= position)", "(key < position)")],
+    "diagonal one key late": [
+        Change("masks", "(key <= position)", "(key <= position + 1)"),
+        Change("masks", "position + 1, kv_len", "position + 2, kv_len"),
+    ],
+    "no mask on V, short kernel": [
+        Change(
+            "short",
+            "dims[None, :], mask=owned, other=0.0)\n                acc",
+            "dims[None, :], mask=in_head[None, :], other=0.0)\n                acc",
+        )
+    ],
+    "no mask on V, long kernel": [
+        Change("long", "mask=owned[:, None] & in_head[None, :]", "mask=in_head[None, :]")
+    ],
+    "one page too many": [
+        Change("short", "tl.range(low, high, TILE", "tl.range(low, high + PAGE_SIZE, TILE"),
+        Change("short", "(key < high)", "(key < high + PAGE_SIZE)"),
+        Change("short", "position[None, :], high,", "position[None, :], high + PAGE_SIZE,"),
+    ],
+    "page ids of the tile before": [Change("short", "first_page, key + TILE", "first_page, key")],
+    "page ids of the tile before, long kernel": [
+        Change("long", "first_page, key + TILE", "first_page, key")
+    ],
+    "LSE in base 2": [Change("softmax", ") * LN_2", ")")],
+    "finite minus infinity": [
+        Change("short", 'tl.full([ROWS], float("-inf")', "tl.full([ROWS], -50000.0"),
+        Change("long", 'tl.full([ROWS], float("-inf")', "tl.full([ROWS], -50000.0"),
+    ],
+    "old sums not rescaled": [Change("softmax", "l * rescale +", "l +")],
+    "soft cap after log2(e)": [Change("softmax", "2.8853900817779268", "2.0")],
+    "a piece is not merged": [Change("merge", "range(num_pieces)", "range(num_pieces - 1)")],
+    "pieces merged without their weights": [Change("merge", "acc_i * new[None, :]", "acc_i")],
+    "query heads of another KV head": [
+        Change("short", "kv_head * GROUP + row % GROUP", "row % GROUP * num_kv_heads + kv_head")
+    ],
+    "query heads of another KV head, long kernel": [
+        Change("long", "kv_head * GROUP + row % GROUP", "row % GROUP * num_kv_heads + kv_head")
+    ],
+    "whole tiles begin a tile early": [
+        Change("long", "right = tl.maximum(right, left)", "right = tl.maximum(right, left) + TILE")
+    ],
+    "last tile of a chunk dropped": [
+        Change("short", "tile_end) * TILE, kv_len", "tile_end - 1) * TILE, kv_len")
+    ],
+}  # fmt: skip
+
+
+WINDOWED = AttentionSpec(4, 2, 40, torch.float16, window_left=21)
+PROBES = [
+    batch_of(WINDOWED, 3, (45, 130), (2, 40)),  # a short request, and a long one
+    batch_of(replace(WINDOWED, causal=False, window_left=-1), 3, (45, 130), (2, 40)),
+    batch_of(replace(WINDOWED, window_left=-1), 3, (45, 130), (2, 40), values="low_scores"),
+    batch_of(replace(WINDOWED, window_left=-1), 3, (1000,), (1,)),  # in pieces
+    batch_of(replace(WINDOWED, logits_soft_cap=5.0), 3, (45,), (2,), values="large_logits"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernels_is_caught(fault, tmp_path, monkeypatch):
+    require_support("triton", WINDOWED, 3, torch.device("cpu"))
+    use_changed_kernels(FAULTS[fault], tmp_path, monkeypatch)
+    assert any(not check_backend("triton", probe.materialise()).ok for probe in PROBES)
+
+
+def test_unchanged_kernels_are_right(tmp_path, monkeypatch):
+    require_support("triton", WINDOWED, 3, torch.device("cpu"))
+    use_changed_kernels([], tmp_path, monkeypatch)
+    for probe in PROBES:
+        comparison = check_backend("triton", probe.materialise())
+        assert comparison.ok, comparison.worst
+
+
+def use_changed_kernels(changes, folder: Path, monkeypatch) -> None:
+    """Write a changed copy of the kernels to `folder` and let the backend launch it."""
+    name = "kernels_" + re.sub(r"\W", "_", str(folder.name))
+    package = folder / name
+    package.mkdir()
+    sources = {path.stem: path.read_text() for path in Path(kernels.__file__).parent.glob("*.py")}
+    for change in changes:
+        assert change.old in sources[change.file], f"{change.file}.py no longer has {change.old!r}"
+        sources[change.file] = sources[change.file].replace(change.old, change.new)
+    for stem, source in sources.items():
+        renamed = source.replace("pagedattn.kernels", name)
+        (package / f"{stem}.py").write_text(renamed)
+    monkeypatch.syspath_prepend(str(folder))
+    for stem, kernel in KERNELS_OF_THE_BACKEND.items():
+        changed = getattr(importlib.import_module(f"{name}.{stem}"), kernel)
+        monkeypatch.setattr(f"pagedattn.backends.triton.backend.{kernel}", changed)
