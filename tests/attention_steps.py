@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -13,8 +14,14 @@ from pagedattn.attention import AttentionOutput
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.bound import Bound
 from pagedattn.checking.compare import check_backend, compare
-from pagedattn.checking.drawing import HEAD_DIMS
-from pagedattn.testing import batches, specs
+from pagedattn.checking.drawing import (
+    HEAD_DIMS,
+    RandomChoices,
+    SpecLimits,
+    draw_page_size,
+    draw_spec,
+)
+from pagedattn.testing import batches, page_sizes, specs
 
 
 def batch_of(
@@ -95,16 +102,40 @@ def supported_batches(
     max_kv_len = 3000 if on_gpu else 100 if small else 300
     if max_window_left is None:
         max_window_left = max_kv_len
-    return batches(
-        mode=mode,
-        specs=specs(
-            max_qo_heads=48 if on_gpu else 6 if small else 12,
-            head_dims=head_dims,
-            dtypes=dtypes,
-            max_window_left=max_window_left,
-            max_soft_cap=max_soft_cap,
-        ),
-        max_batch_size=8 if on_gpu else 3 if small else 4,
-        max_kv_len=max_kv_len,
-        max_work=1000 if on_gpu else 3 if small else 12,
+    max_qo_heads = 48 if on_gpu else 6 if small else 12
+    limits = SpecLimits(
+        max_qo_heads, tuple(head_dims), tuple(dtypes), max_window_left, max_soft_cap
     )
+    return _kinds(limits, on_gpu).flatmap(
+        lambda kind: batches(
+            mode=mode,
+            page_sizes=st.just(kind[0]),
+            specs=st.just(kind[1]),
+            max_batch_size=8 if on_gpu else 3 if small else 4,
+            max_kv_len=max_kv_len,
+            max_work=1000 if on_gpu else 3 if small else 12,
+        )
+    )
+
+
+@st.composite
+def _kinds(draw: st.DrawFn, limits: SpecLimits, on_gpu: bool) -> tuple[int, AttentionSpec]:
+    """A page size and a layer kind.
+
+    On a GPU each is a kernel to compile, for seconds: there all but the deep profile draw from a few
+    that are the same in every run, and tests with a case for each value cover the breadth.
+    """
+    if on_gpu and os.environ.get("PAGEDATTN_PROFILE") != "deep":
+        choices = RandomChoices(f"kind {draw(st.integers(0, 7))}")
+        page_size = draw_page_size(choices)
+        return page_size, draw_spec(choices, page_size, limits)
+    page_size = draw(page_sizes())
+    kinds = specs(
+        page_size=page_size,
+        max_qo_heads=limits.max_qo_heads,
+        head_dims=limits.head_dims,
+        dtypes=limits.dtypes,
+        max_window_left=limits.max_window_left,
+        max_soft_cap=limits.max_soft_cap,
+    )
+    return page_size, draw(kinds)
