@@ -15,6 +15,7 @@ _COMMANDS = {
     "show": "pagedattn.draw.show.show",
     "doctor": "pagedattn.doctor.command.doctor",
     "explain": "pagedattn.explain.command.explain",
+    "precompile": "pagedattn.precompile.command.precompile",
 }
 
 

@@ -1,0 +1,1 @@
+"""`pagedattn precompile`: kernels compiled before a service needs them."""
