@@ -12,7 +12,7 @@ from flashinfer_cases import (  # noqa: F401
     workspace,
 )
 
-from pagedattn import AttentionSpec, PagedAttention, UnsupportedSpec
+from pagedattn import AttentionSpec, PagedAttention
 from pagedattn.backends.flashinfer import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.defects import (
     DEFECTS,
@@ -66,22 +66,32 @@ def test_ours_is_right_for_a_window_without_a_mask(device):
     assert_right(*attn.run_return_lse(step.q, step.kv_cache), step, **WINDOW)
 
 
-def test_fa2_is_refused_for_a_window_without_a_mask(device, flashinfer):  # noqa: F811
-    floats = torch.zeros(1024, dtype=torch.uint8, device=device)
-    wrapper = FlashInferPrefillWrapper(
-        floats, *HEADS.values(), PAGE_SIZE, device=device, backend="fa2"
-    )
-    step = make_step(device, [9], [3])
-    with pytest.raises(ValueError, match="fa3"):
-        wrapper.plan(step.qo_indptr, *step.kv_arrays, causal=False, window_left=3)
-
-
 @pytest.mark.gpu
-def test_fa2_is_right_for_a_window_without_a_mask_where_it_may_not_split(device, flashinfer):  # noqa: F811
-    """The defect is in how it splits requests: a way round for GPUs without fa3."""
-    step = window_step(device)
-    out = call_flashinfer(flashinfer, step, "fa2", **WINDOW, disable_split_kv=True)
-    assert_right(out, None, step, **WINDOW)
+def test_fa3_lets_nan_through_for_a_window_without_a_mask(device, flashinfer):  # noqa: F811
+    step = make_step(on_hopper(device), [70], [33], page_size=16)
+    out = call_flashinfer(flashinfer, step, "fa3", causal=False, window_left=1)
+    assert bool(out.isnan().any())
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 15, 16, 65])
+def test_ours_reads_no_unused_slot_for_a_window_without_a_mask(device, window_left):
+    step = make_step(device, [17, 70, 100], [1, 33, 1], page_size=16)
+    wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), 16, device=device)
+    mask = {"causal": False, "window_left": window_left}
+    wrapper.plan(step.qo_indptr, *step.kv_arrays, **mask)
+    assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step, **mask)
+
+
+def test_what_would_be_wrong_is_refused_for_a_window_without_a_mask(device):
+    step = make_step(device, [9], [3])
+    sizes = (workspace(device), *HEADS.values(), PAGE_SIZE)
+    mask = {"causal": False, "window_left": 3}
+    fa3 = FlashInferPrefillWrapper(*sizes, device=device, backend="fa3")
+    with pytest.raises(ValueError, match="use fa2"):
+        fa3.plan(step.qo_indptr, *step.kv_arrays, **mask)
+    fa2 = FlashInferPrefillWrapper(*sizes, device=device)
+    with pytest.raises(ValueError, match="4972"):
+        fa2.plan(step.qo_indptr, *step.kv_arrays, **mask, disable_split_kv=False)
 
 
 @pytest.mark.gpu
@@ -126,14 +136,6 @@ def test_rows_without_keys_are_cleared_where_a_version_needs_it(device, monkeypa
     step = make_step(device, [17], [40])
     wrapper.plan(step.qo_indptr, *step.kv_arrays)
     assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step)
-
-
-@pytest.mark.gpu
-def test_other_gpus_refuse_a_window_without_a_mask(device):
-    if device.type != "cuda" or has_fa3(device, HEADS["head_dim"]):
-        pytest.skip("needs a GPU of another compute capability than 9.0")
-    with pytest.raises(UnsupportedSpec, match="4972"):
-        PagedAttention(AttentionSpec(**HEADS, **WINDOW), 16, backend="flashinfer", device=device)
 
 
 def test_every_defect_says_what_is_done_and_where_it_is_reported():

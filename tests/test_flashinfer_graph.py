@@ -168,6 +168,7 @@ def test_a_captured_run_serves_every_later_plan_from_dirty_workspaces(device, ma
         out, lse = wrapper.run_return_lse(q, kv_cache)
     for seed, (kv_lens, qo_lens) in enumerate([*steps, *reversed(steps)]):
         step = make_step(device, kv_lens, qo_lens, seed=seed)
+        padded = padded_query(step, rows)
         for dirty in float_workspaces(wrapper):
             dirty.fill_(255)  # NaN as float32
         out.fill_(torch.nan)
@@ -175,7 +176,7 @@ def test_a_captured_run_serves_every_later_plan_from_dirty_workspaces(device, ma
         torch.cuda.set_sync_debug_mode("error")
         try:
             plan(wrapper, step)
-            q.copy_(padded_query(step, rows))
+            q.copy_(padded)
             kv_cache.copy_(step.kv_cache)
             graph.replay()
         finally:

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from pagedattn.backends.flashinfer.custom_op import flashinfer_run_into
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
-from pagedattn.backends.flashinfer.defects import (
-    FA2_WINDOW_WITHOUT_MASK,
-    FIRST_SUPPORTED,
-    Call,
-)
+from pagedattn.backends.flashinfer.defects import FIRST_SUPPORTED
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.kernel_choice import (
@@ -94,12 +90,6 @@ class FlashInferBackend:
             check_flashinfer_head_dim(spec.head_dim, device)
         except ValueError as error:
             reasons.append(str(error))
-        call = Call(version, "fa2", spec.causal, spec.window_left)
-        if FA2_WINDOW_WITHOUT_MASK.hits(call) and not has_fa3(device, spec.head_dim):
-            reasons.append(
-                "a window without a causal mask needs its fa3 kernel (compute capability 9.0), as "
-                f"fa2 is wrong: {FA2_WINDOW_WITHOUT_MASK.report}"
-            )
         return reasons
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
@@ -166,11 +156,11 @@ class _GraphWrapper:
             causal=spec.causal,
             window_left=spec.window_left,
         )
-        needs_fa3 = not spec.causal and spec.window_left >= 0
         self._wrapper: _Wrapper
-        if holds_prompts(capacity.max_tokens, capacity.max_batch_size) or needs_fa3:
+        if holds_prompts(capacity.max_tokens, capacity.max_batch_size):
             rows = max(1, min(capacity.max_batch_size, capacity.max_tokens // 2))
-            apart = torch.zeros(1024, dtype=torch.uint8, device=device)  # fa3 needs none of it
+            # fa3 needs none of it; where prompts take fa2, it grows
+            apart = torch.zeros(1024, dtype=torch.uint8, device=device)
             self._wrapper = FlashInferMixedWrapper(
                 workspace,
                 Workspace(apart, "PagedAttention, prompts"),

@@ -54,10 +54,8 @@ def prefill_kernel(
         >>> prefill_kernel(8192, 1, fa3=True), prefill_kernel(64, 64, fa3=True)
         ('fa3', 'fa2')
     """
-    if not fa3:
-        return "fa2"
-    if not causal and window_left >= 0:
-        return "fa3"  # fa2 is wrong there: see defects.py
+    if not fa3 or (not causal and window_left >= 0):
+        return "fa2"  # fa3 is wrong for windows without a causal mask: see defects.py
     return "fa3" if num_tokens >= FA3_TILE * max(num_rows, 1) else "fa2"
 
 

@@ -70,7 +70,7 @@ def workspace_need(
     kernel = graph_prefill_kernel(
         num_tokens, batch_size, fa3=fa3, causal=spec.causal, window_left=spec.window_left
     )
-    if not holds_prompts(num_tokens, batch_size) and (spec.causal or spec.window_left < 0):
+    if not holds_prompts(num_tokens, batch_size):
         return prefill_need(spec, batch_size, num_tokens, kernel, device_facts, version)
     rows = max(1, min(batch_size, num_tokens // 2))
     decode = decode_need(spec, batch_size, device_facts, version)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedattn.backends.flashinfer.defects import (
     FA2_WINDOW_WITHOUT_MASK,
     FA3_ROWS_WITHOUT_KEYS,
+    FA3_WINDOW_WITHOUT_MASK,
     Call,
 )
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
@@ -200,6 +201,9 @@ class FlashInferPrefillWrapper(PagedWrapper):
         """
         self._step = None
         name = self._choose(step, spec)
+        call = Call(self._version, name, spec.causal, spec.window_left)
+        if FA2_WINDOW_WITHOUT_MASK.hits(call):
+            options = _without_splitting(options)
         self._freeze((name, spec, tuple(sorted(options.items()))))
         num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
         if self.capacity is not None:
@@ -211,7 +215,6 @@ class FlashInferPrefillWrapper(PagedWrapper):
         slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             step = pad_step(step, self.capacity.batch_size + 1, num_tokens, self.sink_page)
-        call = Call(self._version, name, spec.causal, spec.window_left)
         clear = rows_without_keys(step) if FA3_ROWS_WITHOUT_KEYS.hits(call) else None
         if clear is not None and self.capacity is None and not clear.any():
             clear = None  # a graph clears always: a later step may need it
@@ -241,11 +244,11 @@ class FlashInferPrefillWrapper(PagedWrapper):
             name = prefill_kernel(
                 tokens, rows, fa3=fa3, causal=spec.causal, window_left=spec.window_left
             )
-        if FA2_WINDOW_WITHOUT_MASK.hits(Call(self._version, name, spec.causal, spec.window_left)):
+        call = Call(self._version, name, spec.causal, spec.window_left)
+        if FA3_WINDOW_WITHOUT_MASK.hits(call):
             raise ValueError(
-                f"FlashInfer's {name} kernel is wrong for window_left={spec.window_left} without a "
-                f"causal mask ({FA2_WINDOW_WITHOUT_MASK.report}); use fa3, which needs a GPU of "
-                "compute capability 9.0"
+                f"FlashInfer's fa3 kernel is wrong for window_left={spec.window_left} without a "
+                "causal mask: use fa2"
             )
         return name
 
@@ -313,3 +316,13 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 kernel.set_integer_bytes(need.int_bytes)
             self._kernels[name] = kernel
         return self._kernels[name]
+
+
+def _without_splitting(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with `disable_split_kv=True`, which the step needs to be right."""
+    if options.get("disable_split_kv") is False:
+        raise ValueError(
+            "disable_split_kv=False with a window and no causal mask: FlashInfer's split is wrong "
+            f"there ({FA2_WINDOW_WITHOUT_MASK.report})"
+        )
+    return {**options, "disable_split_kv": True}
