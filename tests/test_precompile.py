@@ -27,6 +27,7 @@ from pathlib import Path
 
 class Spec:
     is_aot = False
+    sources = ["x.cu"]
 
     def __init__(self, name):
         cache = Path(os.environ["FLASHINFER_WORKSPACE_BASE"]) / ".cache" / "flashinfer"
@@ -63,6 +64,8 @@ import os, subprocess
 from pathlib import Path
 
 class Spec:
+    sources = []
+
     def build(self, verbose):
         compiler = subprocess.Popen(["sleep", "100"])
         unfinished = Path(os.environ["COMPILER_FILE"] + ".new")

@@ -52,6 +52,8 @@ def build(family: Family) -> Path:
     spec = generate(family)
     if getattr(spec, "is_aot", False):
         return Path(spec.get_library_path())  # shipped as a package
+    num_compilations = len(spec.sources) + 1  # and a link
+    print(f"[0/{num_compilations}] begins", flush=True)  # ninja says no more before one is done
     # a service that needs the same kernels now waits for this lock
     options = {"need_lock": True} if takes_argument(spec.build, "need_lock") else {}
     spec.build(True, **options)
