@@ -4,14 +4,14 @@ What the parameters mean, for every backend alike:
 
 - Query `i` of a request with `qo_len` queries and `kv_len` keys sits at position
   `p = kv_len - qo_len + i` (bottom-right alignment). Causal: key `j` is visible iff `j <= p`.
-- `window_left = w >= 0`: additionally `j >= p - w`, so `w + 1` keys with a causal mask; `-1`: no bound.
-  Without a causal mask the right side stays open.
+- `window_left = w >= 0`: additionally `j >= p - w`, so `w + 1` keys with a causal mask; `-1`: no
+  bound. Without a causal mask the right side stays open.
 - Lengths are those after this step's tokens. A page table holds exactly `ceil(kv_len / page_size)`
   pages a request; pages may be shared.
 - score = `soft_cap(q·k * sm_scale)`, then the mask. `lse` is the natural logarithm of the sum of
   exponentials of the visible scores.
-- A query that sees no key gives `out = 0` and `lse = -inf`. Requests without queries, requests without
-  keys and empty batches are legal.
+- A query that sees no key gives `out = 0` and `lse = -inf`. Requests without queries, requests
+  without keys and empty batches are legal.
 - What is in a slot that a request may not see never changes its output, NaN and infinity included.
 - Prefill, decode, chunked prefill, speculative decode and mixed steps are not modes: query lengths
   are data.
@@ -52,6 +52,8 @@ class _Step:
     """What `run` must know of the last good plan."""
 
     batch_size: int
+    num_tokens: int  # query tokens
+    num_table_pages: int  # entries of the page table
     num_rows: int  # rows of q and out
     num_pages: int  # pages that a cache must have
 
@@ -64,8 +66,8 @@ class PagedAttention:
         page_size: Tokens in one page.
         backend: "flashinfer", "triton" or "reference".
         device: Where `q` and the cache are; by default the current GPU, or the CPU without one.
-        capacity: The largest step. When given, no address changes after construction, and `run` may be
-            captured in a CUDA graph and replayed after later plans.
+        capacity: The largest step. When given, no address changes after construction, and `run`
+            may be captured in a CUDA graph and replayed after later plans.
 
     Raises:
         ValueError: An argument is out of its range, or no backend has this name.
@@ -111,12 +113,12 @@ class PagedAttention:
 
         Args:
             page_table: The step's pages and lengths, this step's new tokens included.
-            qo_indptr: i32[batch + 1], where each request's query tokens begin; `None`: one query token
-                a request (decode).
+            qo_indptr: i32[batch + 1], where each request's query tokens begin; `None`: one query
+                token a request (decode).
 
         Raises:
-            ValueError: The table or `qo_indptr` is wrong, or exceeds the capacity. The object is then
-                without a plan until the next good one.
+            ValueError: The table or `qo_indptr` is wrong, or exceeds the capacity. The object is
+                then without a plan until the next good one.
         """
         self._step = None
         table = page_table.to("cpu")
@@ -135,7 +137,8 @@ class PagedAttention:
         with on_device(self.device):
             self._backend.plan(table, qo_indptr)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
-        self._step = _Step(table.batch_size, num_rows, num_pages)
+        num_table_pages = table.kv_indices.shape[0]
+        self._step = _Step(table.batch_size, num_tokens, num_table_pages, num_rows, num_pages)
 
     @property
     def write_slots(self) -> Tensor:
@@ -162,7 +165,8 @@ class PagedAttention:
             dtype[tokens, num_qo_heads, head_dim].
 
         Raises:
-            RuntimeError: There is no good plan, or a CUDA graph captures an object without capacity.
+            RuntimeError: There is no good plan, or a CUDA graph captures an object without
+                capacity.
             ValueError: A tensor has a wrong shape, dtype or device.
         """
         return self._run(q, kv_cache, out, None)
@@ -202,7 +206,9 @@ class PagedAttention:
 
     def _planned_step(self) -> _Step:
         if self._step is None:
-            raise RuntimeError("there is no plan: call plan() first, and again after one that failed")
+            raise RuntimeError(
+                "there is no plan: call plan() first, and again after one that failed"
+            )
         return self._step
 
     def _check_capture(self) -> None:
@@ -217,7 +223,12 @@ class PagedAttention:
             raise RuntimeError(f"backend {self.backend!r} cannot be captured in a CUDA graph")
 
     def __repr__(self) -> str:
-        plan = "no plan" if self._step is None else f"{self._step.batch_size} requests planned"
+        step, plan = self._step, "no plan"
+        if step is not None:
+            plan = (
+                f"{step.batch_size} requests planned: {step.num_tokens} query tokens, "
+                f"{step.num_table_pages} pages in their tables"
+            )
         return (
             f"PagedAttention({self.spec}, page_size={self.page_size}, backend={self.backend!r}, "
             f"device='{self.device}', capacity={self.capacity}) with {plan}"
