@@ -70,7 +70,7 @@ FAULTS = {
         Change("long", 'tl.full([ROWS], float("-inf")', "tl.full([ROWS], -50000.0"),
     ],
     "old sums not rescaled": [Change("softmax", "l * rescale +", "l +")],
-    "soft cap after log2(e)": [Change("softmax", "2.8853900817779268", "2.0")],
+    "tanh of another argument": [Change("softmax", "2.8853900817779268", "2.0")],
     "a piece is not merged": [Change("merge", "range(num_pieces)", "range(num_pieces - 1)")],
     "pieces merged without their weights": [Change("merge", "acc_i * new[None, :]", "acc_i")],
     "query heads of another KV head": [
@@ -85,7 +85,7 @@ FAULTS = {
     "last tile of a chunk dropped": [
         Change("short", "tile_end) * TILE, kv_len", "tile_end - 1) * TILE, kv_len")
     ],
-}  # fmt: skip
+}
 
 
 WINDOWED = AttentionSpec(4, 2, 40, torch.float16, window_left=21)
