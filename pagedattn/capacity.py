@@ -16,7 +16,8 @@ class Capacity:
     Args:
         max_batch_size: Requests in one step.
         max_tokens: Query tokens in one step, over all requests. `run` then takes `q` with exactly
-            this many rows; rows past the planned ones are padding whose output is finite and unused.
+            this many rows; rows past the planned ones are padding whose output is finite and
+            unused.
         max_pages: Entries of `kv_indices` in one step, over all requests.
 
     Raises:
@@ -44,6 +45,8 @@ class Capacity:
             ("max_tokens", num_tokens, self.max_tokens),
             ("max_pages", num_pages, self.max_pages),
         )
-        over = [f"{name}={bound} but the step has {size}" for name, size, bound in sizes if size > bound]
+        over = [
+            f"{name}={bound} but the step has {size}" for name, size, bound in sizes if size > bound
+        ]
         if over:
             raise ValueError(f"the step does not fit its Capacity: {'; '.join(over)}")

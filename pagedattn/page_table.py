@@ -206,9 +206,7 @@ class PageTable:
         return cls.from_block_table(blocks.contiguous(), lens, page_size)
 
 
-def write_slots(
-    page_table: PageTable, qo_indptr: Tensor, num_rows: int | None = None
-) -> Tensor:
+def write_slots(page_table: PageTable, qo_indptr: Tensor, num_rows: int | None = None) -> Tensor:
     """Flat slot of every new token: where its key and value belong.
 
     Query `i` of a request with `qo_len` queries and `kv_len` tokens is token `kv_len - qo_len + i`.

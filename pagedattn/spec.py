@@ -20,14 +20,14 @@ class AttentionSpec:
     """Everything about a layer's attention that does not change from step to step.
 
     Args:
-        num_qo_heads: Query (and output) heads. A multiple of `num_kv_heads`; query head `h` reads KV
-            head `h // (num_qo_heads // num_kv_heads)`.
+        num_qo_heads: Query (and output) heads. A multiple of `num_kv_heads`; query head `h` reads
+            KV head `h // (num_qo_heads // num_kv_heads)`.
         num_kv_heads: Key and value heads.
         head_dim: Elements of one head, of keys and of values.
         dtype: Of queries, keys, values and output: bfloat16, float16 or float32.
         causal: Key `j` is visible to the query at position `p` iff `j <= p`.
-        window_left: `w >= 0`: additionally `j >= p - w`, so a causal query sees `w + 1` keys, its own
-            included. `-1`: no bound. Without `causal` the right side stays open.
+        window_left: `w >= 0`: additionally `j >= p - w`, so a causal query sees `w + 1` keys, its
+            own included. `-1`: no bound. Without `causal` the right side stays open.
         sm_scale: Factor of the scores; `None` means `head_dim ** -0.5`.
         logits_soft_cap: `c > 0` replaces a scaled score `s` by `c * tanh(s / c)`, before the mask.
             `0.0`: off.

@@ -122,8 +122,8 @@ def supported_batches(
 def _kinds(draw: st.DrawFn, limits: SpecLimits, on_gpu: bool) -> tuple[int, AttentionSpec]:
     """A page size and a layer kind.
 
-    On a GPU each is a kernel to compile, for seconds: there all but the deep profile draw from a few
-    that are the same in every run, and tests with a case for each value cover the breadth.
+    On a GPU each is a kernel to compile, for seconds: there all but the deep profile draw from a
+    few that are the same in every run, and tests with a case for each value cover the breadth.
     """
     if on_gpu and os.environ.get("PAGEDATTN_PROFILE") != "deep":
         choices = RandomChoices(f"kind {draw(st.integers(0, 7))}")

@@ -47,7 +47,7 @@ def home(name: str) -> str:
 
 
 def imports_of(path: Path) -> list[str]:
-    """Paths below the package, "backends/base" for pagedattn.backends.base, of all that it imports."""
+    """Paths below the package, "backends/base" for pagedattn.backends.base, of its imports."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The kernels compile for an H200 on a machine without one, and compile to what they are meant to be.
+"""The kernels compile for an H200 on a machine without one, and to what they are meant to be.
 
 In a process of its own: where Triton was imported with its interpreter, it does not compile.
 """

@@ -16,8 +16,8 @@ REASONS = unsupported_reasons("triton", AttentionSpec(1, 1, 16), 16, resolve_dev
 if REASONS:
     pytest.skip("; ".join(REASONS), allow_module_level=True)
 
-from pagedattn.backends.triton.backend import TritonBackend
-from pagedattn.backends.triton.schedule import size_of_capacity, size_of_step
+from pagedattn.backends.triton.backend import TritonBackend  # noqa: E402
+from pagedattn.backends.triton.schedule import size_of_capacity, size_of_step  # noqa: E402
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (5, 1), (24, 2), (48, 1)])
 LENGTHS = st.lists(

@@ -1,7 +1,7 @@
 """What a backend is: three methods, and a list of reasons for what it cannot do.
 
-The facade has checked everything before it calls a backend: tables are right and on the host, tensors
-have the planned shapes and are on the backend's device.
+The facade has checked everything before it calls a backend: tables are right and on the host,
+tensors have the planned shapes and are on the backend's device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
 
-class UnsupportedSpec(ValueError):  # noqa: N818 - the name that callers catch says what it is
+class UnsupportedSpec(ValueError):
     """A backend cannot compute what was asked for; the message lists every reason."""
 
     def __init__(self, backend: str, reasons: list[str]) -> None:

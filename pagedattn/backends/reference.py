@@ -59,7 +59,9 @@ class ReferenceBackend:
             for row in range(begin, end):
                 low, high = visible_range(self.spec, kv_len, first + row - begin)
                 if low < high:
-                    o, log_sum = attend_one_query(self.spec, q[row].double(), k[low:high], v[low:high])
+                    o, log_sum = attend_one_query(
+                        self.spec, q[row].double(), k[low:high], v[low:high]
+                    )
                     out[row] = o
                     if lse is not None:
                         lse[row] = log_sum
@@ -72,9 +74,7 @@ def visible_range(spec: AttentionSpec, kv_len: int, position: int) -> tuple[int,
     return low, high
 
 
-def attend_one_query(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def attend_one_query(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax attention of one query over the keys it sees, all of them.
 
     Args:
@@ -99,4 +99,6 @@ def _gather(pages: Tensor, page_ids: Tensor, kv_len: int) -> Tensor:
     """f64[kv_len, num_kv_heads, head_dim]: a request's keys or values, valid slots only."""
     page_size = pages.shape[1]
     token = torch.arange(kv_len)
-    return pages[page_ids[token // page_size].to(pages.device), (token % page_size).to(pages.device)].double()
+    return pages[
+        page_ids[token // page_size].to(pages.device), (token % page_size).to(pages.device)
+    ].double()

@@ -1,1 +1,1 @@
-"""Device code. Nothing here knows of tables, specs or backends: pointers and numbers in, memory out."""
+"""Device code: pointers and numbers in, memory out. It knows no tables, specs or backends."""

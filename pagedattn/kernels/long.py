@@ -1,7 +1,8 @@
 """Attention of many query rows: prefill and long chunks.
 
-One unit is a block of packed rows (queries times the query heads of one KV head) over all its keys. Tiles that
-every row sees whole need no mask; those at the window's and the diagonal's edges do.
+One unit is a block of packed rows (queries times the query heads of one KV head) over all its
+keys. Tiles that every row sees whole need no mask; those at the window's and the diagonal's edges
+do.
 """
 
 import triton
@@ -114,7 +115,8 @@ def long_attention(
                 q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, begin, left,
                 low, high, window_left, score_scale, cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, D_PAD, PAGE_SIZE, TILE, CAUSAL, HAS_WINDOW, SOFT_CAP, True, STAGES, UPCAST,
+                HEAD_DIM, D_PAD, PAGE_SIZE, TILE, CAUSAL, HAS_WINDOW, SOFT_CAP, True, STAGES,
+                UPCAST,
             )  # fmt: skip
         m, l, acc = _sweep(
             q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, left, right,

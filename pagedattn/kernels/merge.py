@@ -1,10 +1,10 @@
-"""Rows whose keys several programs share: pieces are written aside, and the last to arrive merges them.
+"""Rows whose keys several programs share: the last program to arrive merges the pieces.
 
-A program's chunk of the line (see `plan.py`) can begin inside one row block and end inside another, so it
-leaves at most two pieces, in slots `2 * program` (continued from the program before) and `2 * program + 1`
-(to be continued). Pieces of one row block come from consecutive programs. Nobody waits for anybody, so
-programs need not be resident together; and the order of merging is that of the keys, whoever merges, so
-bits do not depend on who arrives last.
+A program's chunk of the line (see `plan.py`) can begin inside one row block and end inside
+another, so it leaves at most two pieces, in slots `2 * program` (continued from the program
+before) and `2 * program + 1` (to be continued). Pieces of one row block come from consecutive
+programs. Nobody waits for anybody, so programs need not be resident together; and the order of
+merging is that of the keys, whoever merges, so bits do not depend on who arrives last.
 """
 
 import triton
@@ -23,7 +23,7 @@ def store_piece(PIECE_ACC, PIECE_ML, slot, m, l, acc, ROWS: tl.constexpr, D_PAD:
 
 @triton.jit
 def arrive(ARRIVED, first_program, num_pieces):
-    """Count this program in; true for the last one, which also resets the counter for the next run."""
+    """Count this program in; true for the last one, which also resets the counter."""
     tl.debug_barrier()  # all threads' stores come before the one thread's release
     before = tl.atomic_add(ARRIVED + first_program, 1, sem="acq_rel", scope="gpu")
     is_last = before == num_pieces - 1

@@ -2,10 +2,11 @@
 
 The rows of a request are its queries times the query heads of one KV head, token by token.
 
-A request of few rows is short: blocks of `short_rows` rows, each over the same tiles of keys. The work of all
-short requests is one line of tiles, ordered by request, block, KV head and tile, which is cut into equal
-chunks, one for each program of the grid, wherever a chunk happens to end. So every program has the same work,
-whatever the lengths are. A (block, head) that a cut goes through is merged from its pieces: see `merge.py`.
+A request of few rows is short: blocks of `short_rows` rows, each over the same tiles of keys. The
+work of all short requests is one line of tiles, ordered by request, block, KV head and tile,
+which is cut into equal chunks, one for each program of the grid, wherever a chunk happens to end.
+So every program has the same work, whatever the lengths are. A (block, head) that a cut goes
+through is merged from its pieces: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
 A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
@@ -13,7 +14,7 @@ A request of many rows is long: one unit of work a block of `long_rows` rows and
     header       i32[4]              tiles of a chunk, tiles of the line, long entries, 0
     short_ends   i32[batch + 1]      tiles of the line before each request, for one KV head
     short_first  i32[programs]       request in which each program's chunk begins
-    long_units   i32[n, 2]           request, row block; last rows first, since they see the most keys
+    long_units   i32[n, 2]           request, row block; last rows first: they see the most keys
 """
 
 import triton

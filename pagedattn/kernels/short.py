@@ -1,7 +1,7 @@
 """Attention of few query rows over many keys: decode, speculative decode, short chunks.
 
-Products are transposed (keys along M, query rows along N), so that a narrow row block still fills the tensor
-cores. Each program computes one chunk of the schedule's line of tiles; see `plan.py`.
+Products are transposed (keys along M, query rows along N), so that a narrow row block still fills
+the tensor cores. Each program computes one chunk of the schedule's line of tiles; see `plan.py`.
 """
 
 import triton
@@ -103,7 +103,8 @@ def short_attention(
                 )
                 p, rescale, m, l = add_scores(tl.where(visible, s, float("-inf")), m, l, 0)
                 v = tl.load(v_head + at_v[:, None] + dims[None, :], mask=owned, other=0.0)
-                acc = dot_add(tl.trans(v), narrow(p, v.dtype, UPCAST), acc * rescale[None, :], UPCAST)
+                p = narrow(p, v.dtype, UPCAST)
+                acc = dot_add(tl.trans(v), p, acc * rescale[None, :], UPCAST)
 
             first_program = block_begin // chunk
             num_pieces = (block_begin + num_tiles - 1) // chunk - first_program + 1

@@ -1,8 +1,8 @@
 """The arithmetic that every attention kernel shares: products, scores, and the running softmax.
 
-A running state is `(m, l, acc)`: the largest score so far, the sum of exponentials relative to it, and
-the weighted sum of values relative to it. Scores are in base 2: natural scores times log2(e). Empty is
-`(-inf, 0, 0)`; real minus infinity, so that no score is too small to count.
+A running state is `(m, l, acc)`: the largest score so far, the sum of exponentials relative to
+it, and the weighted sum of values relative to it. Scores are in base 2: natural scores times
+log2(e). Empty is `(-inf, 0, 0)`; real minus infinity, so that no score is too small to count.
 Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithm 1.
 """
 
@@ -14,7 +14,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """Product with float32 sums. `UPCAST`: for the interpreter, which multiplies bfloat16 wrongly."""
+    """Product with float32 sums. `UPCAST`: the interpreter would multiply bfloat16 wrongly."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -64,8 +64,8 @@ def add_scores(s, m, l, AXIS: tl.constexpr):
         l: Running sum of each query.
 
     Returns:
-        p, the tile's weights relative to the new maximum; the factor that old sums must be multiplied
-        by; and the new m and l.
+        p, the tile's weights relative to the new maximum; the factor that old sums must be
+        multiplied by; and the new m and l.
     """
     m_new = tl.maximum(m, tl.max(s, AXIS))
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN

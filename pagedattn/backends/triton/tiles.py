@@ -67,8 +67,8 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     else:
         long = KernelTiles(rows=64, tile=16, num_warps=8, num_stages=2, programs_per_sm=2)
     if spec.dtype == torch.float32:
-        # full precision has no tensor cores: products are unrolled over registers, which only narrow
-        # blocks fit, so every request takes the short kernel
+        # full precision has no tensor cores: products are unrolled over registers, which only
+        # narrow blocks fit, so every request takes the short kernel
         num_warps = 8 if row_bytes > 512 else 4
         short = KernelTiles(
             rows=16, tile=min(32, tile), num_warps=num_warps, num_stages=2, programs_per_sm=2
