@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
-TIMEOUT = 240
+TIMEOUT = 600
 """Seconds for one cell; a whole notebook takes under two minutes on an idle machine."""
 
 

@@ -210,7 +210,7 @@ def test_an_allocator_is_drawn_with_its_names_and_pages_of_other_requests():
     allocator.extend("bob", 3)
     assert "anna[1]" in draw_allocator(allocator).text
     others = draw_allocator(allocator, ["bob"])
-    assert "2 owned by requests not shown" in others.text
+    assert "2 of other requests" in others.text
     assert "anna" not in others.text
     assert others.text.count("others'") == 2
 

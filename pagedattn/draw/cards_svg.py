@@ -81,15 +81,22 @@ def _slots(pool: Pool, page: DrawnPage, x: float, y: float) -> list[str]:
         at = (x + column * SLOT, y + row * SLOT)
         elements += _slot(colours, state, *at)
         if has_numbers and state > SlotState.UNUSED:
-            is_plain = state > SlotState.UNSEEN and len(colours) == 1
-            elements.append(_number(first_token + number, at, colours[0] if is_plain else UNSEEN))
+            grounds = colours if state > SlotState.UNSEEN else [UNSEEN]
+            elements.append(_number(first_token + number, at, grounds))
     return elements
 
 
-def _number(token: int, at: tuple[float, float], background: str) -> str:
-    size = 9 if token < 1000 else 6.5
-    ink = ink_on(background)
-    return words(at[0] + SLOT / 2, at[1] + 13.5, str(token), size=size, fill=ink, anchor="middle")
+def _number(token: int, at: tuple[float, float], grounds: list[str]) -> str:
+    """A token's number on its square, which may have several colours."""
+    return words(
+        at[0] + SLOT / 2,
+        at[1] + 13.5,
+        str(token),
+        size=9 if token < 1000 else 6.5,
+        fill=ink_on(grounds[0]) if len(grounds) == 1 else INK,
+        anchor="middle",
+        halo=len(grounds) > 1,
+    )
 
 
 def _colours(page: DrawnPage) -> list[str]:

@@ -55,9 +55,12 @@ def words(
     fill: str = INK,
     anchor: str = "start",
     bold: bool = False,
+    halo: bool = False,
 ) -> str:
-    """One line of text, standing on `y`."""
+    """One line of text, standing on `y`; with a halo it is readable on any ground."""
     weight = ' font-weight="bold"' if bold else ""
+    if halo:
+        weight += f' stroke="{PAPER}" stroke-width="3" paint-order="stroke"'
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" '
         f'text-anchor="{anchor}"{weight} xml:space="preserve">{escape(text)}</text>'

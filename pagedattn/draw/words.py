@@ -21,7 +21,7 @@ def pool_summary(pool: Pool) -> tuple[str, str]:
         f"{pool.count(PageKind.OWNED)} in use" + (f" ({num_shared} shared)" if num_shared else "")
     ]
     for kind, word in (
-        (PageKind.ELSEWHERE, "owned by requests not shown"),
+        (PageKind.ELSEWHERE, "of other requests"),
         (PageKind.FREE, "free"),
         (PageKind.SINK, "sink"),
     ):
