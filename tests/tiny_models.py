@@ -46,13 +46,13 @@ def tiny_model(family, device, dtype=torch.float32, **changes):
 
 
 def padded_inputs(lengths, device, seed=0):
-    """Random prompts, left-padded to one width."""
+    """Random prompts, left-padded to one width with tokens that must not matter."""
     width = max(lengths)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(2, 96, (len(lengths), width), generator=generator)
     mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     return {
-        "input_ids": torch.where(mask, tokens, 0).to(device),
+        "input_ids": tokens.to(device),
         "attention_mask": mask.long().to(device),
     }
 

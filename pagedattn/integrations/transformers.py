@@ -23,7 +23,13 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from pagedattn.integrations.paged_cache import ATTENTION_NAME, PagedCache, PagedKeys
 from pagedattn.spec import AttentionSpec
 
-__all__ = ["ATTENTION_NAME", "PagedCache", "paged_attention_forward", "paged_attention_mask"]
+__all__ = [
+    "ATTENTION_NAME",
+    "PagedCache",
+    "PagedKeys",
+    "paged_attention_forward",
+    "paged_attention_mask",
+]
 
 _NOT_ABOUT_ATTENTION = frozenset(
     (
