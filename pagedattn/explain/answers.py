@@ -14,7 +14,7 @@ import torch
 
 from pagedattn.backends import backend_names, unsupported_reasons
 from pagedattn.backends.flashinfer.backend import FlashInferBackend
-from pagedattn.backends.flashinfer.defects import FA2_WINDOW_WITHOUT_MASK, FIRST_SUPPORTED, Call
+from pagedattn.backends.flashinfer.defects import FIRST_SUPPORTED
 from pagedattn.backends.flashinfer.head_dim import FA3_HEAD_DIMS, supported_head_dims
 from pagedattn.backends.flashinfer.library import Version
 from pagedattn.backends.flashinfer.need import DeviceFacts
@@ -33,11 +33,6 @@ ADVICE = (
     ("the kernels compute 1 to 256", "take a backend that computes this head size"),
     ("import flashinfer failed", "run `pagedattn doctor`"),
     ("needs flashinfer-python >=", 'pip install --upgrade "pagedattn[flashinfer]"'),
-    (
-        "window without a causal mask",
-        "take a causal mask or no window; fa3 is on GPUs of compute capability 9.0, for head "
-        f"sizes {list(FA3_HEAD_DIMS)}",
-    ),
     ("is older than compute capability 8.0", "take a newer GPU"),
 )
 """A phrase of a reason, and what to do about it; nothing where the reason says it itself."""
@@ -89,23 +84,21 @@ def answers_here(
     for backend in backend_names():
         reasons = unsupported_reasons(backend, spec, page_size, device)
         if backend == "flashinfer" and (not _installed(backend) or device.type != "cuda"):
-            facts = DeviceFacts.of(device) if device.type == "cuda" else H200
             reasons += [r for r in _own(backend, spec, page_size, device) if r not in reasons]
-            reasons += _flashinfer_tables(spec, facts, version)
+            reasons += _flashinfer_tables(spec, version)
         answers.append(Answer(backend, words, True, _advised(reasons)))
     return answers
 
 
 def answers_elsewhere(
-    spec: AttentionSpec, page_size: int, facts: DeviceFacts, name: str, version: Version
+    spec: AttentionSpec, page_size: int, name: str, version: Version
 ) -> list[Answer]:
     """What the tables tell of a GPU that is not here, with everything installed.
 
     Args:
         spec: The layer kind.
         page_size: Tokens of a page.
-        facts: The GPU.
-        name: Its name.
+        name: The GPU's name; its compute capability is at least 8.0.
         version: FlashInfer's.
     """
     answers = []
@@ -114,7 +107,7 @@ def answers_elsewhere(
         of_the_cpu = _own(backend, _ANYTHING, page_size, cpu)
         reasons = [r for r in _own(backend, spec, page_size, cpu) if r not in of_the_cpu]
         if backend == "flashinfer":
-            reasons += _flashinfer_tables(spec, facts, version)
+            reasons += _flashinfer_tables(spec, version)
         answers.append(Answer(backend, name, False, _advised(reasons)))
     return answers
 
@@ -130,7 +123,7 @@ def _installed(backend: str) -> bool:
     return importlib.util.find_spec(backend) is not None
 
 
-def _flashinfer_tables(spec: AttentionSpec, facts: DeviceFacts, version: Version) -> list[str]:
+def _flashinfer_tables(spec: AttentionSpec, version: Version) -> list[str]:
     reasons = []
     words = dotted(version)
     if version < FIRST_SUPPORTED:
@@ -142,12 +135,6 @@ def _flashinfer_tables(spec: AttentionSpec, facts: DeviceFacts, version: Version
         reasons.append(
             f"FlashInfer {words} does not compute head_dim={spec.head_dim} exactly, only "
             f"{list(sizes)}{advice}"
-        )
-    call = Call(version, "fa2", spec.causal, spec.window_left)
-    if FA2_WINDOW_WITHOUT_MASK.hits(call) and not has_fa3_kernel(spec, facts):
-        reasons.append(
-            "a window without a causal mask needs its fa3 kernel, as fa2 is wrong: "
-            f"{FA2_WINDOW_WITHOUT_MASK.report}"
         )
     return reasons
 

@@ -144,7 +144,7 @@ def explanation_of(
         computes = not _of_flashinfer(answers).reasons
     else:
         facts, gpu = H200, "H200"
-        elsewhere = answers_elsewhere(spec, page_size, facts, gpu, version)
+        elsewhere = answers_elsewhere(spec, page_size, gpu, version)
         computes = not _of_flashinfer(elsewhere).reasons
         answers += elsewhere
     needs = [need for c in capacities for need in capacity_needs(spec, c, facts, version)]
@@ -217,7 +217,7 @@ def _print(explanation: Explanation, console: Console) -> None:
 
 def _answer_table(answers: tuple[Answer, ...], device: str) -> Table:
     shown = [answer for answer in answers if answer.device == device]
-    how = "here" if shown[0].asked else "not here: by what is known of it"
+    how = "here" if shown[0].asked else "not here: from tables"
     table = _table(f"Computed on {escape(device)}? ({how})")
     table.add_column("backend", no_wrap=True)
     table.add_column("", no_wrap=True)

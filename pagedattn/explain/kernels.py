@@ -95,7 +95,7 @@ def eager_choices(spec: AttentionSpec, facts: DeviceFacts) -> list[Choice]:
         "measured: fa3 is 4 to 5 times slower on one-token rows",
     )
     if short == long:
-        return [one_token, Choice("more query tokens", "prefill", long, _only(spec, facts, long))]
+        return [one_token, Choice("more query tokens", "prefill", long, _no_fa3(spec, facts))]
     return [
         one_token,
         Choice(
@@ -129,7 +129,7 @@ def capacity_needs(
         causal=spec.causal,
         window_left=spec.window_left,
     )
-    if not holds_prompts(num_tokens, batch_size) and (spec.causal or spec.window_left < 0):
+    if not holds_prompts(num_tokens, batch_size):
         need = prefill_need(spec, batch_size, num_tokens, kernel, facts, version)
         return [Need(bucket, "prefill", kernel, *need)]
     rows = max(1, min(batch_size, num_tokens // 2))
@@ -159,9 +159,9 @@ def known_defects(spec: AttentionSpec, facts: DeviceFacts, version: Version) -> 
     ]
 
 
-def _only(spec: AttentionSpec, facts: DeviceFacts, kernel: str) -> str:
-    if kernel == "fa3":
-        return "fa2 is wrong with a window and no causal mask"
-    if facts.compute_capability[0] == 9:
+def _no_fa3(spec: AttentionSpec, facts: DeviceFacts) -> str:
+    if facts.compute_capability[0] != 9:
+        return "fa3 needs compute capability 9.0"
+    if not has_fa3_kernel(spec, facts):
         return f"fa3 does not compute head_dim={spec.head_dim}"
-    return "fa3 needs compute capability 9.0"
+    return "fa3 is wrong with a window and no causal mask"
