@@ -1,4 +1,4 @@
-"""Real activations: every backend on those that are kept here, and how they are captured."""
+"""Real activations, captured once and kept here: every backend on them."""
 
 from pathlib import Path
 
@@ -61,25 +61,3 @@ def test_a_step_holds_every_token_in_its_page_and_nan_elsewhere():
         assert held[:, kv_len:].isnan().all()
         row += kv_len
     assert step.qo_lens == step.kv_lens == inputs.kv_lens.tolist()
-
-
-@pytest.mark.model
-def test_captured_activations_of_a_prompt_do_not_depend_on_its_batch(device):
-    pytest.importorskip("transformers")
-    from pagedattn.integrations.layer_inputs import capture_layer_inputs
-    from pagedattn.integrations.smollm2 import LanguageModel, ModelNotFound, load_smollm2
-
-    try:
-        model: LanguageModel = load_smollm2(device)
-    except ModelNotFound as error:
-        pytest.skip(str(error))
-    prompts, layers = ["Hi", "What is the capital of France?"], [0, 29]
-    together = capture_layer_inputs(model, prompts, layers)
-    alone = capture_layer_inputs(model, prompts[:1], layers)
-    assert list(together) == layers
-    lengths = model.encode(prompts)["attention_mask"].sum(1).tolist()
-    for layer in layers:
-        assert together[layer].kv_lens.tolist() == lengths
-        for name in ("q", "k", "v"):
-            many, one = getattr(together[layer], name), getattr(alone[layer], name)
-            torch.testing.assert_close(many[: lengths[0]], one, rtol=1e-3, atol=1e-3)

@@ -18,6 +18,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from pagedattn.integrations.layer_inputs import capture_layer_inputs
 from pagedattn.integrations.smollm2 import ModelNotFound, load_smollm2
 from pagedattn.integrations.transformers import PagedCache, paged_attention_mask
 
@@ -89,6 +90,20 @@ def test_a_real_model_in_bfloat16_is_as_near_to_float32_as_sdpa_is(smollm2, devi
     cache = PagedCache(rounded.config, num_pages=32, backend=backend)
     ours = forced_logits(rounded, "pagedattn", inputs, continuation, cache)
     assert rms(ours - exact) <= allowed_error(exact, independent, torch.bfloat16)
+
+
+@pytest.mark.model
+def test_captured_activations_of_a_prompt_do_not_depend_on_its_batch(smollm2):
+    layers = [0, smollm2.model.config.num_hidden_layers - 1]
+    together = capture_layer_inputs(smollm2, PROMPTS[:2], layers)
+    alone = capture_layer_inputs(smollm2, PROMPTS[:1], layers)
+    assert list(together) == layers
+    lengths = smollm2.encode(PROMPTS[:2])["attention_mask"].sum(1).tolist()
+    for layer in layers:
+        assert together[layer].kv_lens.tolist() == lengths
+        for name in ("q", "k", "v"):
+            many, one = getattr(together[layer], name), getattr(alone[layer], name)
+            torch.testing.assert_close(many[: lengths[0]], one, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
