@@ -48,8 +48,8 @@ FAULTS = {
     "no mask on V, short kernel": [
         Change(
             "short",
-            "dims[None, :], mask=owned, other=0.0)\n                acc",
-            "dims[None, :], mask=in_head[None, :], other=0.0)\n                acc",
+            "at_v[:, None] + dims[None, :], mask=owned",
+            "at_v[:, None] + dims[None, :], mask=in_head[None, :]",
         )
     ],
     "no mask on V, long kernel": [
