@@ -11,6 +11,7 @@ import click
 
 _COMMANDS = {
     "check": "pagedattn.checking.run.check",
+    "replay": "pagedattn.checking.replay.replay",
     "demo": "pagedattn.integrations.demo.demo",
     "show": "pagedattn.draw.show.show",
     "doctor": "pagedattn.doctor.command.doctor",

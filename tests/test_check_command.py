@@ -15,6 +15,12 @@ from pagedattn.checking.tally import batch_of_seed, check_batches, describe_row,
 from pagedattn.cli import main
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """Capsules of what fails on purpose go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(*arguments: str):
     return CliRunner().invoke(main, ["check", "--device", "cpu", *arguments])
 

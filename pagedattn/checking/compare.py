@@ -95,10 +95,13 @@ def check_backend(backend: str, step: Step, *, attend: Attend | None = None) -> 
         attend: How to compute it with this backend; by default `attend_with(backend)`.
     """
     attend = attend or attend_with(backend)
-    if backend == "reference":
-        expected = dense_attention(step, torch.float64)
-        return compare(attend(step), expected, allowed_error(step, expected))
-    return check_step(attend, step, arithmetic_of(backend))
+    expected = expected_of(backend, step)
+    return compare(attend(step), expected, allowed_error(step, expected, arithmetic_of(backend)))
+
+
+def expected_of(backend: str, step: Step) -> AttentionOutput:
+    """The float64 answer that this backend is compared with."""
+    return dense_attention(step, torch.float64) if backend == "reference" else oracle(step)
 
 
 def arithmetic_of(backend: str) -> Arithmetic:

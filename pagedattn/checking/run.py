@@ -6,9 +6,8 @@ module imports may import it.
 
 from __future__ import annotations
 
-import os
-import warnings
 from itertools import islice
+from pathlib import Path
 
 import click
 import torch
@@ -17,9 +16,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pagedattn.attention import resolve_device
-from pagedattn.backends import backend_names, unsupported_reasons
+from pagedattn.checking.choice import (
+    all_that_run,
+    interpret_on_cpu,
+    named_backends,
+    usable_device,
+)
 from pagedattn.checking.compare import compared_with
+from pagedattn.checking.evidence import describe_batch, keep_failure
 from pagedattn.checking.tally import Tally, check_batches, supported_batches
 from pagedattn.spec import AttentionSpec
 
@@ -44,20 +48,34 @@ DRAWS_PER_EXAMPLE = 20
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first step."
 )
 @click.option("--device", help="Where to compute. [default: the current GPU, else the CPU]")
+@click.option(
+    "--capsule-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("."),
+    show_default=True,
+    help="Where the capsule of a failing step goes.",
+)
 def check(
-    backends: tuple[str, ...], mode: str, examples: int, seed: int, device: str | None
+    backends: tuple[str, ...],
+    mode: str,
+    examples: int,
+    seed: int,
+    device: str | None,
+    capsule_dir: Path,
 ) -> None:
     """Compare backends with float64 attention on random paged batches.
 
-    Without --backend, every backend that runs on this machine. Exit code 1 if one is wrong.
+    Without --backend, every backend that runs on this machine. Exit code 1 if one is
+    wrong: its first wrong step is shrunk and kept as a capsule, which `pagedattn replay` reads.
     """
-    where = _device(device)
-    if where.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        # where tanh saturates, exp2 overflows as it should
-        warnings.filterwarnings("ignore", "overflow", RuntimeWarning, "triton.runtime.interpreter")
+    where = usable_device(device)
+    interpret_on_cpu(where)
     console = Console()
-    chosen = _named(backends, where) if backends else _all_that_run(where, console)
+    chosen = (
+        named_backends(backends, PLAIN_SPEC, 16, where)
+        if backends
+        else all_that_run(PLAIN_SPEC, 16, where, console)
+    )
     modes = ALL_MODES if mode == "all" else (mode,)
     seeds = range(seed, seed + examples * DRAWS_PER_EXAMPLE)
 
@@ -73,43 +91,10 @@ def check(
     wrong = [tally for tally in tallies if tally.failures]
     for tally in wrong:
         console.print(_report(tally, where), markup=False, highlight=False, soft_wrap=True)
+        kept = keep_failure(tally.backend, tally.mode, tally.failures[0], where, capsule_dir)
+        console.print(kept, markup=False, highlight=False, soft_wrap=True)
     if wrong:
         raise SystemExit(1)
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = resolve_device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise click.UsageError(f"--device {name}: {error}") from None
-    return device
-
-
-def _named(backends: tuple[str, ...], device: torch.device) -> list[str]:
-    """The backends that were asked for, each of which must run here."""
-    for name in backends:
-        if name not in backend_names():
-            known = ", ".join(backend_names())
-            raise click.UsageError(f"unknown backend {name!r}, expected one of {known}")
-        reasons = unsupported_reasons(name, PLAIN_SPEC, 16, device)
-        if reasons:
-            listed = "".join(f"\n  - {reason}" for reason in reasons)
-            raise click.UsageError(f"backend {name!r} cannot run on {device}:{listed}")
-    return list(dict.fromkeys(backends))
-
-
-def _all_that_run(device: torch.device, console: Console) -> list[str]:
-    """Every backend that runs here; the others are named with their reasons."""
-    chosen = []
-    for name in backend_names():
-        reasons = unsupported_reasons(name, PLAIN_SPEC, 16, device)
-        if reasons:
-            line = f"{name} is left out: {'; '.join(reasons)}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            chosen.append(name)
-    return chosen
 
 
 def _table(tallies: list[Tally], device: torch.device, seed: int) -> Table:
@@ -139,9 +124,7 @@ def _report(tally: Tally, device: torch.device) -> str:
         f"MISMATCH: {tally.backend} vs {compared_with(tally.backend)}, {tally.mode}: "
         f"{len(tally.failures)} of {tally.num_examples} steps",
         f"  first: {failure.problem}",
-        f"  {batch.spec}",
-        f"  page_size={batch.page_size} kv_lens={batch.kv_lens} qo_lens={batch.qo_lens} "
-        f"values={batch.values!r} garbage={batch.garbage!r}",
+        *describe_batch(batch),
         f"  again: pagedattn check --backend {tally.backend} --mode {tally.mode} "
         f"--seed {failure.seed} --examples 1 --device {device.type}",
     ]

@@ -13,6 +13,7 @@ from pagedattn.backends import unsupported_reasons
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.compare import Difference, check_backend
 from pagedattn.checking.drawing import RandomChoices, SpecLimits, StepLimits, draw_batch
+from pagedattn.checking.step import Step
 
 GPU_SPECS = SpecLimits(max_qo_heads=48, max_window_left=5000)
 GPU_STEPS = StepLimits(max_batch_size=8, max_kv_len=5000, max_work=2000)
@@ -25,6 +26,7 @@ class Failure:
     seed: int
     batch: Batch
     problem: str  # the worst difference and its place, or the error that was raised
+    raised: str | None = None  # the error's type, where one was raised
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def check_batches(
         try:
             comparison = check_backend(backend, batch.materialise(device))
         except Exception as error:  # whatever a backend may raise: the other steps still count
-            failures.append(Failure(seed, batch, f"raised {type(error).__name__}: {error}"))
+            raised = type(error).__name__
+            failures.append(Failure(seed, batch, f"raised {raised}: {error}", raised))
             continue
         found = comparison.worst
         if found is not None and (worst is None or found.excess > worst.excess):
@@ -77,7 +80,7 @@ def check_batches(
     return Tally(backend, mode, num_examples, worst, tuple(failures))
 
 
-def describe_row(batch: Batch, row: int) -> str:
+def describe_row(batch: Batch | Step, row: int) -> str:
     """Say whose query a row of `q` is.
 
     Example:

@@ -8,6 +8,7 @@ from typing import TextIO
 import click
 from rich.console import Console
 
+from pagedattn.checking.capsule import SUFFIX, load_capsule
 from pagedattn.draw.draw import draw_mask, draw_pages
 from pagedattn.draw.picture import Picture
 from pagedattn.draw.table_file import TableFile, read_table
@@ -30,15 +31,32 @@ def show(file: TextIO, request: int | None, svg_path: Path | None) -> None:
     """Draw the page table in FILE ("-": standard input): who owns which page.
 
     FILE is a JSON object with page_size, kv_lens and pages (of each request); optional are qo_lens,
-    window_left, causal, num_pages, sink_page and names.
+    window_left, causal, num_pages, sink_page and names. Or it is a capsule, named *.safetensors.
     """
     try:
-        picture = _draw(read_table(file.read()), request)
+        is_capsule = file.name.endswith(SUFFIX)
+        table = _table_of_capsule(Path(file.name)) if is_capsule else read_table(file.read())
+        picture = _draw(table, request)
     except ValueError as error:
         raise click.ClickException(f"{file.name}: {error}") from None
     Console().print(picture, soft_wrap=True)
     if svg_path is not None:
         picture.save(svg_path)
+
+
+def _table_of_capsule(path: Path) -> TableFile:
+    """The table of a step that `pagedattn check` kept, pages under the numbers that they had."""
+    capsule = load_capsule(path)
+    spec, num_pages = capsule.metadata.spec, capsule.metadata.num_pages
+    return TableFile(
+        capsule.original_table,
+        capsule.step.qo_indptr,
+        spec.window_left,
+        spec.causal,
+        num_pages,
+        sink_page=None,
+        names=None,
+    )
 
 
 def _draw(table: TableFile, request: int | None) -> Picture:

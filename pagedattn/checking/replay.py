@@ -1,0 +1,116 @@
+"""`pagedattn replay`: the command that computes the step of a capsule again.
+
+On a machine without a GPU Triton interprets, and decides so when it is imported: nothing that this
+module imports may import it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from pagedattn.checking.bound import allowed_error
+from pagedattn.checking.capsule import Capsule, load_capsule
+from pagedattn.checking.choice import (
+    all_that_run,
+    interpret_on_cpu,
+    named_backends,
+    usable_device,
+)
+from pagedattn.checking.compare import (
+    Comparison,
+    arithmetic_of,
+    check_backend,
+    compare,
+    compared_with,
+    expected_of,
+)
+from pagedattn.checking.step import Step
+from pagedattn.checking.tally import describe_row
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--backend", "backends", multiple=True, help="Backend to run; may be repeated.")
+@click.option("--device", help="Where to compute. [default: the current GPU, else the CPU]")
+def replay(file: Path, backends: tuple[str, ...], device: str | None) -> None:
+    """Compute the step in a capsule again and compare it with float64 attention.
+
+    Without --backend, every backend that runs it on this machine. Exit code 1 if one is wrong now.
+    """
+    try:
+        capsule = load_capsule(file)
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"{file}: {error}") from None
+    where = usable_device(device)
+    interpret_on_cpu(where)
+    console = Console()
+    _say(console, *_describe(capsule))
+    _say(console, _verdict_of_kept(capsule))
+    spec, page_size = capsule.metadata.spec, capsule.metadata.page_size
+    chosen = (
+        named_backends(backends, spec, page_size, where)
+        if backends
+        else all_that_run(spec, page_size, where, console)
+    )
+    step = capsule.step_on(where)
+    right = True
+    for backend in chosen:
+        try:
+            comparison = check_backend(backend, step)
+        except Exception as error:  # whatever a backend may raise: the others still count
+            right = False
+            raised = f"WRONG, raised {type(error).__name__}: {error}"
+            _say(console, f"now: {backend} on {where} vs {compared_with(backend)}: {raised}")
+            continue
+        right &= comparison.ok
+        _say(console, f"now: {backend} on {where} vs {_verdict(backend, step, comparison)}")
+    if not right:
+        raise SystemExit(1)
+
+
+def _describe(capsule: Capsule) -> list[str]:
+    metadata, step = capsule.metadata, capsule.step
+    versions = ", ".join(f"{name} {version}" for name, version in metadata.versions.items())
+    lines = [
+        f"kept: {metadata.backend}: {metadata.problem or 'no words'}",
+        f"  {metadata.spec}",
+        f"  page_size={metadata.page_size} kv_lens={_short(step.kv_lens)} "
+        f"qo_lens={_short(step.qo_lens)} seed={metadata.seed}",
+        f"  with {versions or 'versions unknown'}",
+    ]
+    if not capsule.keeps_page_numbers:
+        lines.append(f"  its cache had {metadata.num_pages} pages: they are numbered anew")
+    return lines
+
+
+def _verdict_of_kept(capsule: Capsule) -> str:
+    """Whether the answer in the file is wrong, by a float64 answer that is computed here."""
+    backend, step = capsule.metadata.backend, capsule.step
+    if capsule.got is None:
+        return "kept answer: none, there was an error instead"
+    expected = expected_of(backend, step)
+    bound = allowed_error(step, expected, arithmetic_of(backend))
+    comparison = compare(capsule.got, expected, bound)
+    return f"kept answer: {backend} vs {_verdict(backend, step, comparison)}"
+
+
+def _verdict(backend: str, step: Step, comparison: Comparison) -> str:
+    worst = comparison.worst
+    if worst is None:
+        return f"{compared_with(backend)}: ok, nothing to compare"
+    verdict = "ok" if comparison.ok else "WRONG"
+    place = describe_row(step, worst.row)
+    return f"{compared_with(backend)}: {verdict}, worst at {worst} ({place})"
+
+
+def _short(lens: list[int]) -> str:
+    """Lengths, the first few of many."""
+    return str(lens) if len(lens) <= 16 else f"{lens[:16]} and {len(lens) - 16} more"
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
