@@ -104,7 +104,7 @@ def allowed_error(
     out = 2 * _distance(low.out, expected.out).amax(-1, keepdim=True).expand_as(low.out).clone()
     lse = 2 * _distance(low.lse, expected.lse)
     for block in dense_blocks(small, torch.float64):
-        out_band, lse_band = _band(small.spec, block, arithmetic)
+        out_band, lse_band = band(small.spec, block, arithmetic)
         out[block.rows] += out_band.transpose(0, 1)
         lse[block.rows] += lse_band.transpose(0, 1)
     return Bound(out, lse)
@@ -121,7 +121,7 @@ def _terms(n: Tensor | int) -> Tensor:
     return torch.minimum(n, 6 * n.sqrt())
 
 
-def _band(spec: AttentionSpec, block: DenseBlock, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+def band(spec: AttentionSpec, block: DenseBlock, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """f64[heads, rows, head_dim] and f64[heads, rows]: the band of `out` and of `lse`."""
     unit = torch.finfo(spec.dtype).eps / 2
     smallest = torch.finfo(spec.dtype).tiny * torch.finfo(spec.dtype).eps
