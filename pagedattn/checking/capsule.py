@@ -175,7 +175,7 @@ def load_capsule(path: Path) -> Capsule:
             check_layout(metadata, {name: _layout(name, file.get_slice(name)) for name in names})
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except SafetensorError as error:
-        raise ValueError(f"not a safetensors file: {error}") from None
+        raise ValueError(f"not a safetensors file: {printable(str(error))}") from None
     return _capsule(metadata, tensors)
 
 

@@ -89,8 +89,8 @@ def check_layout(metadata: CapsuleMetadata, layout: Layout) -> None:
         "got_out": ((spec.dtype, torch.float32, torch.float64), out_shape),
         "got_lse": ((torch.float32, torch.float64), out_shape[:2]),
     }
-    for name, (dtype, shape) in layout.items():
-        dtypes, expected_shape = expected[name]
+    for name in names:
+        (dtype, shape), (dtypes, expected_shape) = layout[name], expected[name]
         if dtype not in dtypes:
             raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {dtype}")
         if shape != expected_shape:

@@ -79,7 +79,10 @@ class CapsuleMetadata:
             _text(values["backend"], "backend"),
             _text(values["problem"], "problem"),
             None if values["seed"] is None else _integer(values["seed"], "seed", 0, 2**63 - 1),
-            {name: _text(version, f"versions.{name}") for name, version in versions.items()},
+            {
+                _text(name, "a name in versions"): _text(version, f"versions.{name}")
+                for name, version in versions.items()
+            },
         )
 
 

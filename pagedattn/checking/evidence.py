@@ -12,6 +12,7 @@ from pagedattn.backends import unsupported_reasons
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.bound import allowed_error
 from pagedattn.checking.capsule import SUFFIX, save_capsule
+from pagedattn.checking.capsule_metadata import printable
 from pagedattn.checking.compare import arithmetic_of, compare, expected_of
 from pagedattn.checking.shrink import shrink_batch
 from pagedattn.checking.step import Step, attend_with
@@ -41,6 +42,7 @@ def keep_failure(
         )
         step = batch.materialise(device)
         got, problem = _answer(backend, step)
+    problem = printable(problem)
     path = folder / f"capsule-{backend}-{mode}-seed{failure.seed}{SUFFIX}"
     lines = [f"  smallest: {problem}", *describe_batch(batch), _picture(batch)]
     try:

@@ -48,7 +48,7 @@ def replay(file: Path, backends: tuple[str, ...], device: str | None) -> None:
     interpret_on_cpu(where)
     console = Console()
     _say(console, *_describe(capsule))
-    _say(console, _verdict_of_kept(capsule))
+    _say(console, *_verdicts_of_kept(capsule))
     spec, page_size = capsule.metadata.spec, capsule.metadata.page_size
     chosen = (
         named_backends(backends, spec, page_size, where)
@@ -86,15 +86,18 @@ def _describe(capsule: Capsule) -> list[str]:
     return lines
 
 
-def _verdict_of_kept(capsule: Capsule) -> str:
-    """Whether the answer in the file is wrong, by a float64 answer that is computed here."""
+def _verdicts_of_kept(capsule: Capsule) -> list[str]:
+    """Whether the answers in the file are wrong, by a float64 answer that is computed here."""
     backend, step = capsule.metadata.backend, capsule.step
-    if capsule.got is None:
-        return "kept answer: none, there was an error instead"
     expected = expected_of(backend, step)
     bound = allowed_error(step, expected, arithmetic_of(backend))
-    comparison = compare(capsule.got, expected, bound)
-    return f"kept answer: {backend} vs {_verdict(backend, step, comparison)}"
+    lines = []
+    if not compare(capsule.expected, expected, bound).ok:
+        lines.append("kept float64 answer: WRONG, it is not that of the kept inputs")
+    if capsule.got is None:
+        return [*lines, "kept answer: none, there was an error instead"]
+    verdict = _verdict(backend, step, compare(capsule.got, expected, bound))
+    return [*lines, f"kept answer: {backend} vs {verdict}"]
 
 
 def _verdict(backend: str, step: Step, comparison: Comparison) -> str:

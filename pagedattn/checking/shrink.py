@@ -20,8 +20,8 @@ def shrink_batch(
 ) -> Batch:
     """Find a simpler batch that fails too.
 
-    Fewer requests first, then fewer keys and queries, then plain options and page numbers. Every
-    step taken makes the batch simpler, so this ends even without the bound.
+    Fewer requests first, then plain options and page numbers, then fewer keys and queries; and
+    again, until nothing helps. Every step taken makes the batch simpler, and none is tried twice.
 
     Args:
         batch: One that fails.
@@ -39,15 +39,17 @@ def shrink_batch(
         >>> small.kv_lens, small.qo_lens, small.pages, small.spec.window_left
         ((6,), (1,), ((0, 1),), -1)
     """
-    tries = 0
+    tried = {batch}
     shrunk = True
     while shrunk:
         shrunk = False
         # each kind of change goes on from what the last one left, and all come again
-        for simpler in (_fewer_requests, _shorter, _plainer):
+        for simpler in (_fewer_requests, _plainer, _shorter):
             candidates = simpler(batch)
-            while tries < max_tries and (candidate := next(candidates, None)) is not None:
-                tries += 1
+            while len(tried) <= max_tries and (candidate := next(candidates, None)) is not None:
+                if candidate in tried:
+                    continue
+                tried.add(candidate)
                 if still_fails(candidate):
                     batch, shrunk = candidate, True
                     candidates = simpler(batch)
@@ -76,10 +78,11 @@ def _shorter(batch: Batch) -> Iterator[Batch]:
 
 
 def _plainer(batch: Batch) -> Iterator[Batch]:
-    """One option less, one head less, plainer values, or pages in order."""
+    """One option less, a smaller window, fewer heads, plainer values, or pages in order."""
     spec = batch.spec
     plain = (
         replace(spec, window_left=-1),
+        *(replace(spec, window_left=smaller) for smaller in _lower(spec.window_left)),
         replace(spec, logits_soft_cap=0.0),
         replace(spec, sm_scale=None),
         replace(spec, causal=True),
@@ -102,9 +105,13 @@ def _plainer(batch: Batch) -> Iterator[Batch]:
 
 
 def _lower(length: int) -> Iterator[int]:
-    """Shorter lengths, shortest first, down to 1."""
-    lengths = {1, length // 4, length // 2, length * 3 // 4, length - 1}
-    yield from sorted(n for n in lengths if 1 <= n < length)
+    """Lengths from 1 up, each as near to `length` again by half: the way of a binary search."""
+    if length > 1:
+        yield 1
+    gap = length // 2
+    while gap and length - gap > 1:
+        yield length - gap
+        gap //= 2
 
 
 def _select(batch: Batch, requests: Sequence[int]) -> Batch:
