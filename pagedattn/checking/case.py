@@ -39,6 +39,13 @@ class Case:
         out, lse = self.wrong
         return (out.flatten(1).any(1) | lse.any(1)).nonzero().flatten()
 
+    @cached_property
+    def smallest_wrong_request(self) -> int:
+        """The request with a wrong row that is computed fastest."""
+        wrong = {self.request_of(row) for row in self.wrong_rows.tolist()}
+        qo_lens, kv_lens = self.step.qo_lens, self.step.kv_lens
+        return min(wrong, key=lambda request: (qo_lens[request] * kv_lens[request], request))
+
     def request_of(self, row: int) -> int:
         """The request that a row of `q` belongs to."""
         bounds = self.step.qo_indptr
@@ -52,6 +59,7 @@ class Candidate:
     name: str
     detail: str  # what more there is to say, or ""
     makes: Variant | Prediction
+    copies_the_answer: bool = False  # what was got is part of it: only the whole answer counts
 
 
 Hypothesis = Callable[[Case], Iterator[Candidate]]

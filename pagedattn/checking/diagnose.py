@@ -36,11 +36,25 @@ from pagedattn.checking.variant import Variant, predict
 
 HYPOTHESES: tuple[tuple[Hypothesis, ...], ...] = (
     # simplest first; a group is tried where none before it explains the whole answer
-    (rows_without_keys, lse_in_another_base, wrong_mask, wrong_length, nan_leak),
-    (stale_plan, wrong_pages, wrong_layout, wrong_scores, finite_minus_infinity),
+    (
+        lse_in_another_base,
+        wrong_mask,
+        wrong_length,
+        nan_leak,
+        stale_plan,
+        wrong_pages,
+        wrong_layout,
+        wrong_scores,
+        finite_minus_infinity,
+        rows_without_keys,
+    ),
     (fitted_scale, missing_piece),
     (rows_in_another_order, rows_never_written, offsets_beyond_32_bits),
 )
+
+
+MAX_LISTED = 3
+"""Further explanations that are printed."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,9 @@ class Diagnosis:
         lines = [self._verdict()]
         if len(self.names) > 1:
             others = [e for e in self.explanations if e.name != self.names[0]]
-            lines.append(f"Explained as well by: {'; '.join(map(str, others))}.")
+            listed = "; ".join(map(str, others[:MAX_LISTED]))
+            more = f"; and {len(others) - MAX_LISTED} more" if len(others) > MAX_LISTED else ""
+            lines.append(f"Explained as well by: {listed}{more}.")
         lines.append(f"{self.num_wrong} of {self.num_elements} elements are wrong.")
         lines += [f"First: {self.first}", f"Worst: {self.worst}"]
         return "\n".join(lines)
@@ -154,19 +170,35 @@ def _candidates(case: Case, group: tuple[Hypothesis, ...]) -> Iterator[Candidate
         yield from hypothesis(case)
 
 
+def _is_refuted(case: Case, variant: Variant) -> bool:
+    """Whether the smallest request that is wrong shows already that it is not this fault."""
+    request = case.smallest_wrong_request
+    begin, end = case.step.qo_indptr[request : request + 2].tolist()
+    if variant.step.qo_indptr.tolist() != case.step.qo_indptr.tolist():
+        return False
+    agrees = agreement(case.got, predict(variant, case.arithmetic, request))
+    pairs = zip(agrees, case.wrong, strict=True)
+    return any(bool((wrong & ~like)[begin:end].any()) for like, wrong in pairs)
+
+
 def _judge(case: Case, candidate: Candidate) -> Explanation | None:
     """Whether a fault predicts every wrong element, and how many right ones it would change."""
     made = candidate.makes
-    prediction = predict(made, case.arithmetic) if isinstance(made, Variant) else made
-    agrees = agreement(case.got, prediction)
+    if isinstance(made, Variant):
+        if _is_refuted(case, made):
+            return None
+        made = predict(made, case.arithmetic)
+    agrees = agreement(case.got, made)
     error, left = 0.0, 0.0
     for i, (like, wrong) in enumerate(zip(agrees, case.wrong, strict=True)):
         if not bool(like[wrong].all()):
             return None
-        got, right, predicted = (a[i][wrong] for a in (case.got, case.expected, prediction.answer))
+        got, right, predicted = (a[i][wrong] for a in (case.got, case.expected, made.answer))
         error += float((got - right).abs().nan_to_num(0, 0, 0).sum())
         left += float((got - predicted).abs().nan_to_num(0, 0, 0).sum())
     if left > error / 2:  # bounds so wide that they say nothing
         return None
     num_unlike = sum(int((~like).sum()) for like in agrees)
+    if num_unlike and candidate.copies_the_answer:
+        return None
     return Explanation(candidate.name, candidate.detail, num_unlike)

@@ -72,10 +72,11 @@ def wrong_pages(case: Case) -> Iterator[Candidate]:
         ("pages of another request", "kv_indices read one entry early", ids.roll(1)),
         ("pages of another request", "kv_indices read one entry late", ids.roll(-1)),
     ]
-    for wrong in sorted({case.request_of(row) for row in case.wrong_rows.tolist()}):
+    wrongs = {case.request_of(row) for row in case.wrong_rows.tolist()}
+    for wrong in sorted(wrongs):
         for other in requests:
             count = min(len(table.pages_of(wrong)), len(table.pages_of(other)))
-            if other == wrong or count == 0:
+            if count == 0 or other == wrong or (other in wrongs and other < wrong):
                 continue
             swapped = ids.clone()
             swapped[bounds[wrong] : bounds[wrong] + count] = table.pages_of(other)[:count]

@@ -70,7 +70,7 @@ def finite_minus_infinity(case: Case) -> Iterator[Candidate]:
     lse = torch.where(low, case.got.lse, case.expected.lse)
     detail = f"out is 0 where every score is below {FINITE_MINUS_INFINITY:g}"
     made = Prediction(AttentionOutput(out, lse), case.bound)
-    yield Candidate("finite minus infinity", detail, made)
+    yield Candidate("finite minus infinity", detail, made, copies_the_answer=True)
 
 
 def rows_in_another_order(case: Case) -> Iterator[Candidate]:
@@ -102,7 +102,7 @@ def rows_never_written(case: Case) -> Iterator[Candidate]:
     if bool(rows.any()):
         which = f"{int(rows.sum())} of {len(rows)} rows are all NaN"
         made = Prediction(AttentionOutput(out, lse), case.bound)
-        yield Candidate("rows never written", which, made)
+        yield Candidate("rows never written", which, made, copies_the_answer=True)
 
 
 def offsets_beyond_32_bits(case: Case) -> Iterator[Candidate]:
@@ -127,7 +127,8 @@ def _whatever_it_is(case: Case, name: str, rows: Tensor, detail: str = "") -> Ca
     # NaN is predicted where NaN was got
     out = torch.where(rows[..., None], case.got.out, case.expected.out)
     lse = torch.where(rows, case.got.lse, case.expected.lse)
-    return Candidate(name, detail, Prediction(AttentionOutput(out, lse), case.bound))
+    made = Prediction(AttentionOutput(out, lse), case.bound)
+    return Candidate(name, detail, made, copies_the_answer=True)
 
 
 def _slots_with_weight_0(step: Step, request: int, where: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Place:
     request: int
     query: int  # of the request
     position: int  # of the query, among the request's keys
-    key: int | None  # None: the error points to no single key
+    key: int | None  # that the error points to or, where it is NaN, that is not finite
     page: int | None
     slot: int | None
 
@@ -33,7 +34,10 @@ class Place:
         text = f"{self.difference}; {whose}, head {self.difference.head}"
         if self.key is None:
             return text
-        return f"{text}; points to key {self.key} in page {self.page} slot {self.slot}"
+        where = f"key {self.key} in page {self.page} slot {self.slot}"
+        if math.isfinite(self.difference.got):
+            return f"{text}; points to {where}"
+        return f"{text}; the first NaN or infinity in its pages is {where}"
 
 
 def first_and_worst(case: Case) -> tuple[Place, Place]:

@@ -6,7 +6,7 @@ they would be read, the prediction is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,13 +56,20 @@ class Prediction(NamedTuple):
     allowed: Bound
 
 
-def predict(variant: Variant, arithmetic: Arithmetic) -> Prediction:
-    """Compute a variant in float64, and how far rounding may take a kernel that has its fault."""
+def predict(variant: Variant, arithmetic: Arithmetic, request: int | None = None) -> Prediction:
+    """Compute a variant in float64, and how far rounding may take a kernel that has its fault.
+
+    Args:
+        variant: What to compute.
+        arithmetic: How the backend computes.
+        request: Compute the rows of this one alone; the others are left as if they saw no key.
+    """
     step = variant.step
     out = torch.zeros(step.q.shape, dtype=torch.float64)
     lse = torch.full(step.q.shape[:2], -torch.inf, dtype=torch.float64)
     allowed = Bound(torch.zeros_like(out), torch.zeros_like(lse))
-    for block in _blocks(variant):
+    numbers = range(step.page_table.batch_size) if request is None else [request]
+    for block in _blocks(variant, numbers):
         finite = block._replace(k=_finite(block.k), v=_finite(block.v))
         scores = masked_scores(step.spec, finite)
         if variant.hidden_score > -torch.inf:
@@ -78,6 +85,8 @@ def predict(variant: Variant, arithmetic: Arithmetic) -> Prediction:
         out[block.rows] = value.transpose(0, 1)
         lse[block.rows] = log_sum.transpose(0, 1)
         out_band, lse_band = band(step.spec, finite, arithmetic)
+        if variant.hidden_score > -torch.inf:  # the band knows other weights: rounding of these
+            out_band += torch.finfo(step.spec.dtype).eps * (p @ finite.v.abs())
         allowed.out[block.rows] = out_band.transpose(0, 1)
         allowed.lse[block.rows] = lse_band.transpose(0, 1)
     return Prediction(AttentionOutput(out, lse), allowed)
@@ -99,10 +108,11 @@ def read_slots(
     return k, v
 
 
-def _blocks(variant: Variant) -> Iterator[DenseBlock]:
+def _blocks(variant: Variant, requests: Iterable[int]) -> Iterator[DenseBlock]:
     """Queries with all the keys that a variant reads; slots that none of them sees are zero."""
     step, spec = variant.step, variant.step.spec
-    for request, first_row in enumerate(step.qo_indptr.tolist()[:-1]):
+    for request in requests:
+        first_row = int(step.qo_indptr[request])
         visible = variant.mask(step, request)
         num_queries, num_keys = visible.shape
         if not visible.numel():
