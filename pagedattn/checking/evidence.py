@@ -32,17 +32,9 @@ def keep_failure(
         device: Where it failed.
         folder: Where the capsule goes; made where it does not exist.
     """
-    if failure.raised and device.type == "cuda":
-        # after some errors a GPU answers no more: nothing is computed there again
-        batch, problem, got = failure.batch, failure.problem, None
-        step = batch.materialise("cpu")
-    else:
-        batch = shrink_batch(
-            failure.batch, lambda b: _fails_alike(backend, mode, b, failure, device)
-        )
-        step = batch.materialise(device)
-        got, problem = _answer(backend, step)
-    problem = printable(problem)
+    batch, got, problem = _smallest(backend, mode, failure, device)
+    # an error's step is made on the host: after some errors a GPU answers no more
+    step = batch.materialise("cpu" if got is None else device)
     path = folder / f"capsule-{backend}-{mode}-seed{failure.seed}{SUFFIX}"
     lines = [f"  smallest: {problem}", *describe_batch(batch), _picture(batch)]
     try:
@@ -53,6 +45,23 @@ def keep_failure(
         return "\n".join([*lines, f"  no capsule written: {error}"])
     again = f"--backend {backend} --device {device.type}"
     return "\n".join([*lines, f"  replay: pagedattn replay {shlex.quote(str(path))} {again}"])
+
+
+def _smallest(
+    backend: str, mode: str, failure: Failure, device: torch.device
+) -> tuple[Batch, AttentionOutput | None, str]:
+    """The smallest batch that fails alike, what the backend answers, and what is wrong with it."""
+    as_found = (failure.batch, None, printable(failure.problem))
+    if failure.raised and device.type == "cuda":
+        return as_found
+    try:
+        batch = shrink_batch(
+            failure.batch, lambda b: _fails_alike(backend, mode, b, failure, device)
+        )
+        got, problem = _answer(backend, batch.materialise(device))
+    except RuntimeError:  # a GPU that answers no more
+        return as_found
+    return batch, got, printable(problem)
 
 
 def describe_batch(batch: Batch) -> list[str]:
