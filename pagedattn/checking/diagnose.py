@@ -47,9 +47,10 @@ HYPOTHESES: tuple[tuple[Hypothesis, ...], ...] = (
         wrong_scores,
         finite_minus_infinity,
         rows_without_keys,
+        rows_never_written,
     ),
     (fitted_scale, missing_piece),
-    (rows_in_another_order, rows_never_written, offsets_beyond_32_bits),
+    (rows_in_another_order, offsets_beyond_32_bits),
 )
 
 

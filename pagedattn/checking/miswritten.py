@@ -43,6 +43,8 @@ def nan_leak(case: Case) -> Iterator[Candidate]:
         out = case.expected.out.clone()
         origin = ""
         for request, (begin, end) in enumerate(pairwise(case.step.qo_indptr.tolist())):
+            if bool(case.got.out[begin:end].isfinite().all()):
+                continue  # another kernel may compute other requests, and have no leak
             source = _slots_with_weight_0(case.step, request, where)
             _, v = read_slots(case.step, request, source.shape[1])
             bad = ~v.isfinite().repeat_interleave(case.step.spec.group_size, dim=1)
