@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from pagedattn import backends
 from pagedattn.backends.reference import ReferenceBackend
+from pagedattn.checking import evidence
 from pagedattn.checking.capsule import load_capsule
 from pagedattn.cli import main
 from pagedattn.draw import draw_mask, draw_pages
@@ -152,6 +153,18 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_mismatch(tmp_path):
     assert result.exit_code == 1
     assert "MISMATCH" in result.stdout
     assert "no capsule written:" in result.stdout
+
+
+def test_a_machine_that_dies_while_shrinking_leaves_the_case_as_it_was_found(monkeypatch, tmp_path):
+    def die(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(evidence, "shrink_batch", die)
+    printed, _ = failed_check()
+    capsule = load_capsule(next(tmp_path.iterdir()))
+    assert capsule.got is None
+    assert len(capsule.step.kv_lens) > 1  # a mixed step, as it was drawn
+    assert f"first: {capsule.metadata.problem}" in printed
 
 
 def test_a_right_check_writes_nothing(tmp_path):
