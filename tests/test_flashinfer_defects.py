@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_steps import batch_of
 from flashinfer_cases import (  # noqa: F401
     HEADS,
     PAGE_SIZE,
@@ -68,9 +69,16 @@ def test_ours_is_right_for_a_window_without_a_mask(device):
 
 @pytest.mark.gpu
 def test_fa3_lets_nan_through_for_a_window_without_a_mask(device, flashinfer):  # noqa: F811
-    step = make_step(on_hopper(device), [70], [33], page_size=16)
-    out = call_flashinfer(flashinfer, step, "fa3", causal=False, window_left=1)
-    assert bool(out.isnan().any())
+    spec = AttentionSpec(2, 1, 64, causal=False, window_left=1)
+    batch = batch_of(spec, 16, (17, 70, 100), (1, 33, 1), values="loud_key")
+    step = batch.materialise(on_hopper(device))
+    table = step.page_table
+    floats = torch.zeros(128 * 1024 * 1024, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, backend="fa3")
+    arrays = (step.qo_indptr, table.kv_indptr, table.kv_indices, table.last_page_len)
+    types = {"q_data_type": spec.dtype, "kv_data_type": spec.dtype}
+    wrapper.plan(*arrays, 2, 1, 64, 16, causal=False, window_left=1, **types)
+    assert bool(wrapper.run(step.q, step.kv_cache).isnan().any())
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 15, 16, 65])
