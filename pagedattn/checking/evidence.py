@@ -14,6 +14,7 @@ from pagedattn.checking.bound import allowed_error
 from pagedattn.checking.capsule import SUFFIX, save_capsule
 from pagedattn.checking.capsule_metadata import printable
 from pagedattn.checking.compare import arithmetic_of, compare, expected_of
+from pagedattn.checking.diagnose import diagnose
 from pagedattn.checking.shrink import shrink_batch
 from pagedattn.checking.step import Step, attend_with
 from pagedattn.checking.tally import Failure, check_batches, describe_row
@@ -37,6 +38,8 @@ def keep_failure(
     step = batch.materialise("cpu" if got is None else device)
     path = folder / f"capsule-{backend}-{mode}-seed{failure.seed}{SUFFIX}"
     lines = [f"  smallest: {problem}", *describe_batch(batch), _picture(batch)]
+    if got is not None:
+        lines += _diagnosis(backend, batch, got)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         expected = expected_of(backend, step)
@@ -45,6 +48,12 @@ def keep_failure(
         return "\n".join([*lines, f"  no capsule written: {error}"])
     again = f"--backend {backend} --device {device.type}"
     return "\n".join([*lines, f"  replay: pagedattn replay {shlex.quote(str(path))} {again}"])
+
+
+def _diagnosis(backend: str, batch: Batch, got: AttentionOutput) -> list[str]:
+    """The fault that would compute this answer, in lines."""
+    found = diagnose(batch.materialise("cpu"), got, arithmetic=arithmetic_of(backend))
+    return [f"  {line}" for line in str(found).splitlines()] if found is not None else []
 
 
 def _smallest(

@@ -27,6 +27,7 @@ from pagedattn.checking.compare import (
     compared_with,
     expected_of,
 )
+from pagedattn.checking.diagnose import diagnose
 from pagedattn.checking.step import Step
 from pagedattn.checking.tally import describe_row
 
@@ -96,8 +97,10 @@ def _verdicts_of_kept(capsule: Capsule) -> list[str]:
         lines.append("kept float64 answer: WRONG, it is not that of the kept inputs")
     if capsule.got is None:
         return [*lines, "kept answer: none, there was an error instead"]
-    verdict = _verdict(backend, step, compare(capsule.got, expected, bound))
-    return [*lines, f"kept answer: {backend} vs {verdict}"]
+    comparison = compare(capsule.got, expected, bound)
+    lines.append(f"kept answer: {backend} vs {_verdict(backend, step, comparison)}")
+    found = diagnose(step, capsule.got, arithmetic=arithmetic_of(backend))
+    return lines if found is None else [*lines, *str(found).splitlines()]
 
 
 def _verdict(backend: str, step: Step, comparison: Comparison) -> str:
