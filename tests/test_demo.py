@@ -93,7 +93,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     (tmp_path / "weights.gguf").touch()
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ModelNotFound, match="transformers and gguf and accelerate not installed: pip"
+        ModelNotFound, match="gguf and accelerate not installed: pip install"
     ):
         smollm2.load_model(tmp_path)
 
