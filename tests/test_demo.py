@@ -92,9 +92,7 @@ def test_without_a_model_it_says_how_to_get_one_and_exits_with_2(monkeypatch, tm
 def test_missing_packages_are_named(monkeypatch, tmp_path):
     (tmp_path / "weights.gguf").touch()
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ModelNotFound, match="gguf and accelerate not installed: pip install"
-    ):
+    with pytest.raises(ModelNotFound, match="gguf and accelerate not installed: pip install"):
         smollm2.load_model(tmp_path)
 
 
