@@ -7,6 +7,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # or every worker takes all cores, and they wait for one another
 
 from hypothesis import HealthCheck, settings
 

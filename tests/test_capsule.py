@@ -30,8 +30,7 @@ def bits(tensor):
 
 
 def assert_same_bits(got, expected):
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    assert bits(got) == bits(expected)
+    assert (got.dtype, got.shape, bits(got)) == (expected.dtype, expected.shape, bits(expected))
 
 
 def saved(path, batch=BATCH, with_answer=True):
