@@ -63,7 +63,7 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
         return
     work, long_units = by_hand(backend, qo_lens, kv_lens)
     buffers, programs = backend._buffers, backend.tiles.short_programs
-    chunk, num_tiles, num_long, _ = buffers.header.tolist()
+    chunk, num_tiles, num_long = buffers.header.tolist()
     assert num_tiles == sum(work) * spec.num_kv_heads
     assert chunk == max(-(-num_tiles // programs), backend.tiles.min_chunk)
     ends = [0, *np.cumsum(work).tolist()]

@@ -11,7 +11,7 @@ Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arX
 
 A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
 
-    header       i32[4]              tiles of a chunk, tiles of the line, long entries, 0
+    header       i32[3]              tiles of a chunk, tiles of the line, long entries
     short_ends   i32[batch + 1]      tiles of the line before each request, for one KV head
     short_first  i32[programs]       request in which each program's chunk begins
     long_units   i32[n, 2]           request, row block; last rows first: they see the most keys

@@ -52,12 +52,12 @@ class TritonBackend:
         capacity: Capacity | None,
     ) -> None:
         self.spec = spec
-        self.page_size = page_size
         self.device = device
         self.capacity = capacity
         self.tiles = choose_tiles(spec, _device_facts(device))
         self._constants = _kernel_constants(spec, page_size)
         self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
+        self._numbers = (spec.num_kv_heads, self._window_left, *_score_factors(spec))
         if capacity is None:
             self._staging = Staging(device)
             self._buffers = self._allocate(ScheduleSize(0, 0))
@@ -128,7 +128,7 @@ class TritonBackend:
             self._step.kv_lens,
             buffers.header,
         )
-        numbers = (self.spec.num_kv_heads, *self._score_numbers(), *strides)
+        numbers = (*self._numbers, *strides)
         constants = {**self._constants, "WITH_LSE": lse is not None}
         if self._has_short:
             tiles = self.tiles.short
@@ -158,13 +158,6 @@ class TritonBackend:
             tiles.min_chunk, BLOCK=1024, num_warps=8,
         )  # fmt: skip
 
-    def _score_numbers(self) -> tuple[int, float, float]:
-        """The window, and the two factors of `scale_scores` with log2(e) folded in."""
-        cap = self.spec.logits_soft_cap
-        if cap > 0:
-            return self._window_left, self.spec.scale / cap, cap * LOG2_E
-        return self._window_left, self.spec.scale * LOG2_E, 0.0
-
     def _allocate(self, size: ScheduleSize) -> ScheduleBuffers:
         return ScheduleBuffers.allocate(size, self.spec, self.tiles, self.device)
 
@@ -173,6 +166,13 @@ def _device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cuda" and not triton.knobs.runtime.interpret:
         return DeviceFacts(torch.cuda.get_device_properties(device).multi_processor_count)
     return DeviceFacts(num_sms=0, interpreted=True)
+
+
+def _score_factors(spec: AttentionSpec) -> tuple[float, float]:
+    """The two factors of `scale_scores`, with log2(e) folded in."""
+    if spec.logits_soft_cap > 0:
+        return spec.scale / spec.logits_soft_cap, spec.logits_soft_cap * LOG2_E
+    return spec.scale * LOG2_E, 0.0
 
 
 def _kernel_constants(spec: AttentionSpec, page_size: int) -> dict[str, int | bool]:

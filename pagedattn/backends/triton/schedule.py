@@ -43,7 +43,7 @@ class ScheduleBuffers:
     """Device memory of a schedule and of the pieces of shared row blocks; see `kernels/plan.py`."""
 
     size: ScheduleSize
-    header: Tensor  # i32[4]
+    header: Tensor  # i32[3]
     short_ends: Tensor  # i32[batch + 1]
     short_first: Tensor  # i32[short programs]
     long_units: Tensor  # i32[long_units, 2]
@@ -67,7 +67,7 @@ class ScheduleBuffers:
         programs, rows = tiles.short_programs, tiles.short.rows
         return cls(
             size=size,
-            header=int32(4),
+            header=int32(3),
             short_ends=int32(size.batch_size + 1),
             short_first=int32(programs),
             long_units=int32(size.long_units, 2),
