@@ -13,8 +13,10 @@ _QUERY = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
 def describe_machine() -> str:
     """GPU, driver and library versions in one line."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    names = ("flashinfer-python", "torch", "triton")
-    return ", ".join([gpu, f"driver {_driver()}", *(f"{n} {version(n)}" for n in names)])
+    import flashinfer
+
+    versions = [f"FlashInfer {flashinfer.__version__}", f"torch {torch.__version__}"]
+    return ", ".join([gpu, f"driver {_driver()}", *versions, f"triton {version('triton')}"])
 
 
 def _driver() -> str:

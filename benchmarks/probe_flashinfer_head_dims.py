@@ -132,13 +132,11 @@ def main() -> None:
 
 def machine() -> dict[str, str]:
     """What a result depends on."""
-    from importlib.metadata import version
-
+    import flashinfer
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    flashinfer = version("flashinfer-python")
-    return {"flashinfer": flashinfer, "torch": torch.__version__, "gpu": gpu}
+    return {"flashinfer": flashinfer.__version__, "torch": torch.__version__, "gpu": gpu}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,20 @@
 """One suite for every machine: with a GPU the tests use it, without one Triton interprets."""
 
 import os
+import pkgutil
+from importlib import import_module
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+else:
+    # a command for the CPU asks Triton to interpret: kernels imported after that would do so
+    import pagedattn.kernels
+
+    for _module in pkgutil.iter_modules(pagedattn.kernels.__path__, "pagedattn.kernels."):
+        import_module(_module.name)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # or every worker takes all cores, and they wait for one another
 
@@ -34,6 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _triton_stays_as_it_is():
+    """Undo what a command run by a test does to the environment."""
+    interpret = os.environ.get("TRITON_INTERPRET")
+    yield
+    if interpret is None:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = interpret
 
 
 @pytest.fixture(scope="session")

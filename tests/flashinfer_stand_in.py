@@ -109,6 +109,7 @@ class _Wrapper:
             seen &= key <= position
         if self._window_left >= 0:
             seen &= key >= position - self._window_left
+        v = torch.where(seen.any(0)[:, None, None], v, 0)  # the kernel's tiles begin at the window
         scores = torch.where(seen[:, None], scores, -torch.inf)
         log_sum = (
             torch.logsumexp(scores, -1) if kv_len else scores.new_full((qo_len, heads), -torch.inf)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -132,8 +133,7 @@ def test_without_flashinfer_the_other_reasons_are_told_too(monkeypatch):
 @given(specs(), st.sampled_from([H200, A100]))
 def test_hopper_kernels_are_named_only_where_they_are(spec, facts):
     kernels = {choice.kernel for choice in eager_choices(spec, facts)}
-    windowed = not spec.causal and spec.window_left >= 0
-    if facts is A100 or spec.head_dim not in (64, 128, 256) or windowed:
+    if facts is A100 or spec.head_dim not in (64, 128, 256) or spec.window_left >= 0:
         assert kernels == {"fa2"}
     else:
         assert kernels == {"fa2", "fa3"}
@@ -141,8 +141,11 @@ def test_hopper_kernels_are_named_only_where_they_are(spec, facts):
 
 def test_a_defect_is_named_in_its_versions_and_on_its_kernels_alone():
     spec = AttentionSpec(8, 2, 128)
-    assert [d.first_right for d in known_defects(spec, H200, OLD)] == ["0.7.4"]
-    assert known_defects(spec, A100, OLD) == known_defects(spec, H200, NEW) == []
+    assert [d.first_right for d in known_defects(spec, H200, OLD)] == [None, "0.7.4"]
+    on_fa2 = known_defects(spec, A100, OLD)
+    assert [d.name for d in on_fa2] == ["fa2 with a causal mask and more queries than keys"]
+    assert known_defects(spec, H200, NEW) == on_fa2
+    assert known_defects(replace(spec, causal=False), A100, NEW) == []
 
 
 def run(*options: str) -> str:

@@ -107,7 +107,7 @@ def test_the_hopper_kernel_is_for_long_rows_only():
     assert prefill_kernel(8192, 1, fa3=True) == "fa3"
     assert prefill_kernel(64, 64, fa3=True) == "fa2"
     assert prefill_kernel(8192, 1, fa3=False) == "fa2"
-    assert prefill_kernel(8192, 1, fa3=True, causal=False, window_left=3) == "fa2"
+    assert prefill_kernel(8192, 1, fa3=True, window_left=3) == "fa2"
     assert graph_prefill_kernel(8192, 64, fa3=True) == "fa3"
     assert graph_prefill_kernel(64 * 4, 64, fa3=True) == "fa2"
     assert graph_prefill_kernel(8192, 64, fa3=False) == "fa2"

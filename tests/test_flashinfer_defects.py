@@ -1,19 +1,23 @@
 """FlashInfer's known wrong answers: shown where a version has them, and right through ours."""
 
+from itertools import accumulate
+
 import pytest
 import torch
-from attention_steps import batch_of
 from flashinfer_cases import (  # noqa: F401
     HEADS,
     PAGE_SIZE,
     assert_right,
     flashinfer,
     make_step,
+    padded_query,
     right_answer,
     workspace,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, PagedAttention
+from pagedattn import AttentionSpec, PagedAttention, PageTable
 from pagedattn.backends.flashinfer import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.defects import (
     DEFECTS,
@@ -21,6 +25,7 @@ from pagedattn.backends.flashinfer.defects import (
     FA3_ROWS_WITHOUT_KEYS,
     Call,
 )
+from pagedattn.backends.flashinfer.host_step import HostStep, separate_rows_without_keys
 from pagedattn.backends.flashinfer.kernel_choice import has_fa3
 from pagedattn.backends.flashinfer.library import flashinfer_version
 
@@ -67,18 +72,26 @@ def test_ours_is_right_for_a_window_without_a_mask(device):
     assert_right(*attn.run_return_lse(step.q, step.kv_cache), step, **WINDOW)
 
 
+def step_left_of_a_window(device: torch.device):
+    """665 keys, 615 queries, window 49: the first key is seen by none, and NaN."""
+    step = make_step(device, [665], [615], page_size=16)
+    step.kv_cache[step.table.kv_indices[0], :, 0] = torch.nan
+    return step
+
+
 @pytest.mark.gpu
-def test_fa3_lets_nan_through_for_a_window_without_a_mask(device, flashinfer):  # noqa: F811
-    spec = AttentionSpec(2, 1, 64, causal=False, window_left=1)
-    batch = batch_of(spec, 16, (17, 70, 100), (1, 33, 1), values="loud_key")
-    step = batch.materialise(on_hopper(device))
-    table = step.page_table
-    floats = torch.zeros(128 * 1024 * 1024, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, backend="fa3")
-    arrays = (step.qo_indptr, table.kv_indptr, table.kv_indices, table.last_page_len)
-    types = {"q_data_type": spec.dtype, "kv_data_type": spec.dtype}
-    wrapper.plan(*arrays, 2, 1, 64, 16, causal=False, window_left=1, **types)
-    assert bool(wrapper.run(step.q, step.kv_cache).isnan().any())
+def test_fa3_lets_nan_through_from_the_left_of_a_window(device, flashinfer):  # noqa: F811
+    step = step_left_of_a_window(on_hopper(device))
+    out = call_flashinfer(flashinfer, step, "fa3", causal=True, window_left=49)
+    assert bool(out.isnan().any())
+
+
+def test_ours_reads_nothing_left_of_a_window(device):
+    step = step_left_of_a_window(device)
+    wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), 16, device=device)
+    mask = {"causal": True, "window_left": 49}
+    wrapper.plan(step.qo_indptr, *step.kv_arrays, **mask)
+    assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step, **mask)
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 15, 16, 65])
@@ -90,16 +103,32 @@ def test_ours_reads_no_unused_slot_for_a_window_without_a_mask(device, window_le
     assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step, **mask)
 
 
-def test_what_would_be_wrong_is_refused_for_a_window_without_a_mask(device):
+@pytest.mark.parametrize("causal", [True, False])
+def test_fa3_is_refused_for_a_window(device, causal):
     step = make_step(device, [9], [3])
-    sizes = (workspace(device), *HEADS.values(), PAGE_SIZE)
-    mask = {"causal": False, "window_left": 3}
-    fa3 = FlashInferPrefillWrapper(*sizes, device=device, backend="fa3")
+    fa3 = FlashInferPrefillWrapper(
+        workspace(device), *HEADS.values(), PAGE_SIZE, device=device, backend="fa3"
+    )
     with pytest.raises(ValueError, match="use fa2"):
-        fa3.plan(step.qo_indptr, *step.kv_arrays, **mask)
-    fa2 = FlashInferPrefillWrapper(*sizes, device=device)
+        fa3.plan(step.qo_indptr, *step.kv_arrays, causal=causal, window_left=3)
+
+
+def test_a_wrong_split_is_refused_for_a_window_without_a_mask(device):
+    step = make_step(device, [9], [3])
+    fa2 = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
+    mask = {"causal": False, "window_left": 3}
     with pytest.raises(ValueError, match="4972"):
         fa2.plan(step.qo_indptr, *step.kv_arrays, **mask, disable_split_kv=False)
+
+
+MORE_QUERIES_THAN_KEYS = [([17], [40]), ([64], [65]), ([130, 3, 0, 300], [200, 9, 4, 301])]
+
+
+@pytest.mark.gpu
+def test_fa2_unmasks_keys_where_queries_outnumber_a_tile_of_them(device, flashinfer):  # noqa: F811
+    step = make_step(on_hopper(device), [300], [301], page_size=16)
+    out = call_flashinfer(flashinfer, step, "fa2", causal=True)
+    assert not bool((out[0] == 0).all())
 
 
 @pytest.mark.gpu
@@ -111,39 +140,62 @@ def test_fa3_leaves_rows_without_keys_on_affected_versions(device, flashinfer): 
     assert not bool((out[:23] == 0).all())
 
 
-@pytest.mark.parametrize("kv_lens", [[17], [17, 0, 60]])
-def test_ours_gives_zeros_to_rows_without_keys(device, kv_lens):
-    kernel = "fa3" if has_fa3(device, HEADS["head_dim"]) else "fa2"
-    floats = workspace(device)
+@pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+@pytest.mark.parametrize(("kv_lens", "qo_lens"), MORE_QUERIES_THAN_KEYS)
+def test_ours_is_right_where_queries_outnumber_keys(device, kernel, kv_lens, qo_lens):
+    if kernel == "fa3":
+        on_hopper(device)
     wrapper = FlashInferPrefillWrapper(
-        floats, *HEADS.values(), PAGE_SIZE, device=device, backend=kernel
+        workspace(device), *HEADS.values(), PAGE_SIZE, device=device, backend=kernel
     )
-    step = make_step(device, kv_lens, [40] * len(kv_lens))
+    step = make_step(device, kv_lens, qo_lens, max_pages=200)
     wrapper.plan(step.qo_indptr, *step.kv_arrays)
     assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step)
 
 
-def test_rows_without_keys_are_cleared_where_a_version_needs_it(device, monkeypatch, flashinfer):  # noqa: F811
-    """On a CPU: a kernel that leaves garbage in those rows is put right."""
-    if device.type == "cuda":
-        pytest.skip("the real kernel is tested above")
-    monkeypatch.setattr(flashinfer, "__version__", "0.6.18.post1")
-    attend = flashinfer.BatchPrefillWithPagedKVCacheWrapper._attend
-
-    def garbage(self, q, paged_kv_cache, qo_bounds, causal, out, lse):
-        attend(self, q, paged_kv_cache, qo_bounds, causal, out, lse)
-        out[:23] = torch.nan
-        if lse is not None:
-            lse[:23] = 3.0
-
-    monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_attend", garbage)
-    floats = workspace(device)
+def test_a_graph_needs_room_for_queries_without_keys(device):
+    """They are requests of their own: the message says which size to raise."""
+    sizes = {"batch_size": 2, "max_total_tokens": 24, "max_num_pages": 16}
     wrapper = FlashInferPrefillWrapper(
-        floats, *HEADS.values(), PAGE_SIZE, device=device, backend="fa3"
+        workspace(device),
+        *HEADS.values(),
+        PAGE_SIZE,
+        device=device,
+        accelerator_graph=True,
+        **sizes,
     )
-    step = make_step(device, [17], [40])
-    wrapper.plan(step.qo_indptr, *step.kv_arrays)
-    assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step)
+    crowded = make_step(device, [18, 3], [19, 3])
+    with pytest.raises(ValueError, match=r"1 requests have more queries than keys.*to 3, got 2"):
+        wrapper.plan(crowded.qo_indptr, *crowded.kv_arrays)
+    for kv_lens, qo_lens in (([18], [19]), ([15, 3], [18, 4])):
+        step = make_step(device, kv_lens, qo_lens)
+        wrapper.plan(step.qo_indptr, *step.kv_arrays)
+        assert_right(wrapper.run(padded_query(step, 24), step.kv_cache), None, step)
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
+    min_keys=st.integers(1, 5),
+)
+def test_separated_rows_keep_every_token_and_every_page(rows, min_keys):
+    """Request by request: queries without keys, then as many queries as there are keys at most."""
+    qo_lens, kv_lens = [q for _, q in rows], [kv for kv, _ in rows]
+    table = PageTable.from_lengths(kv_lens, 2)
+    qo_indptr = torch.tensor([0, *qo_lens], dtype=torch.int32).cumsum(0).int()
+    separated = separate_rows_without_keys(HostStep.of_table(table, qo_indptr), min_keys)
+    expected = []
+    for kv_len, qo_len in rows:
+        if min_keys <= kv_len < qo_len:
+            expected += [(qo_len - kv_len, 0), (kv_len, kv_len)]
+        else:
+            expected.append((qo_len, kv_len))
+    got = zip(separated.qo_lens.tolist(), separated.kv_lens.tolist(), strict=True)
+    assert list(got) == expected
+    assert separated.kv_indices.tolist() == table.kv_indices.tolist()
+    num_pages = [-(-kv_len // 2) for _, kv_len in expected]
+    assert separated.kv_indptr.tolist() == [0, *accumulate(num_pages)]
+    last = [kv_len - 2 * max(-(-kv_len // 2) - 1, 0) for _, kv_len in expected]
+    assert separated.last_page_len.tolist() == last
 
 
 def test_every_defect_says_what_is_done_and_where_it_is_reported():

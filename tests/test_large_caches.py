@@ -52,17 +52,17 @@ def test_query_rows_beyond_2_to_the_31_elements(backend, device):
     """More tokens than 2 ** 31 over the row stride: rows, outputs and LSE at their own places."""
     if backend == "reference":
         pytest.skip("reference: a Python loop over 263 thousand queries")
-    spec = AttentionSpec(64, 8, 128, half(backend), window_left=0)
+    spec = AttentionSpec(128, 16, 64, half(backend), window_left=0)
     require_support(backend, spec, 16, device)
-    num_tokens = 2**31 // (64 * 128) + 1000
-    require_memory(2 * num_tokens * 64 * 128 * 2 + 2**34)
+    num_tokens = 2**31 // (128 * 64) + 1000
+    require_memory(2 * num_tokens * 128 * 64 * 2 + 2**34)
     table = PageTable.from_lengths([num_tokens], 16)
     num_pages = table.kv_indices.numel()
     generator = torch.Generator(device).manual_seed(0)
     kv_cache = torch.randn(
-        num_pages, 2, 16, 8, 128, dtype=spec.dtype, device=device, generator=generator
+        num_pages, 2, 16, 16, 64, dtype=spec.dtype, device=device, generator=generator
     )
-    q = torch.randn(num_tokens, 64, 128, dtype=spec.dtype, device=device, generator=generator)
+    q = torch.randn(num_tokens, 128, 64, dtype=spec.dtype, device=device, generator=generator)
     attn = PagedAttention(spec, 16, backend=backend, device=device)
     attn.plan(table, torch.tensor([0, num_tokens], dtype=torch.int32))
     out, lse = attn.run_return_lse(q, kv_cache)

@@ -181,6 +181,7 @@ def load_capsule(path: Path) -> Capsule:
 
 def _versions() -> dict[str, str]:
     versions = {name: package_version(name) for name in _PACKAGES}
+    versions["torch"] = torch.__version__  # with its CUDA version, which metadata may lack
     return {name: printable(version) for name, version in versions.items() if version is not None}
 
 

@@ -83,7 +83,6 @@ def eager_choices(spec: AttentionSpec, facts: DeviceFacts) -> list[Choice]:
             num_tokens,
             1,
             fa3=has_fa3_kernel(spec, facts),
-            causal=spec.causal,
             window_left=spec.window_left,
         )
         for num_tokens in (FA3_TILE - 1, FA3_TILE)
@@ -126,7 +125,6 @@ def capacity_needs(
         num_tokens,
         batch_size,
         fa3=has_fa3_kernel(spec, facts),
-        causal=spec.causal,
         window_left=spec.window_left,
     )
     if not holds_prompts(num_tokens, batch_size):
@@ -164,4 +162,4 @@ def _no_fa3(spec: AttentionSpec, facts: DeviceFacts) -> str:
         return "fa3 needs compute capability 9.0"
     if not has_fa3_kernel(spec, facts):
         return f"fa3 does not compute head_dim={spec.head_dim}"
-    return "fa3 is wrong with a window and no causal mask"
+    return "fa3 lets NaN through from slots left of a window"

@@ -153,7 +153,6 @@ class _GraphWrapper:
             capacity.max_tokens,
             capacity.max_batch_size,
             fa3=has_fa3(device, spec.head_dim),
-            causal=spec.causal,
             window_left=spec.window_left,
         )
         self._wrapper: _Wrapper

@@ -208,7 +208,7 @@ class FlashInferDecodeWrapper(PagedWrapper):
                 arrays.hold()  # FlashInfer copies from the same page-locked memory
         self._frozen = choice
         kernel = self._kernel if step.batch_size else None
-        self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages, None)
+        self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages)
 
     def _entries(self) -> list[int] | None:
         """Entries of every array at capacity; a padding row may read a page each."""

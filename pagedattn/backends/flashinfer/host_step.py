@@ -5,7 +5,7 @@ In numpy: on arrays this small a torch operation costs five times as much, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,23 +112,20 @@ def read_step(
     return HostStep(page_size, queries, indptr.numpy(), ids, lens, last, highest + 1)
 
 
-def pad_step(step: HostStep, batch_size: int, num_tokens: int, sink_page: int | None) -> HostStep:
-    """Add requests without tokens, and a last one that takes the tokens that are left.
+def pad_step(step: HostStep, batch_size: int, num_tokens: int) -> HostStep:
+    """Add requests without keys; the last one takes the tokens that are left.
 
     Args:
         step: At most `batch_size - 1` requests and `num_tokens` tokens.
         batch_size: Requests of the result.
         num_tokens: Tokens of the result.
-        sink_page: The page whose first token the last request reads; `None`: it has no key.
     """
     num_added = batch_size - step.batch_size
-    sink = [] if sink_page is None else [sink_page]
     qo_ends = np.full(num_added, step.num_tokens, dtype=np.int32)
+    qo_ends[-1] = num_tokens
     kv_ends = np.full(num_added, len(step.kv_indices), dtype=np.int32)
-    lens = np.zeros(num_added, dtype=np.int32)
-    qo_ends[-1], lens[-1] = num_tokens, len(sink)
-    kv_ends[-1] += len(sink)
-    return _append(step, qo_ends, kv_ends, np.array(sink, dtype=np.int32), lens)
+    no_keys = np.zeros(num_added, dtype=np.int32)
+    return _append(step, qo_ends, kv_ends, no_keys[:0], no_keys)
 
 
 def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> HostStep:
@@ -171,11 +168,26 @@ def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[
     return [slots, page, place]
 
 
-def rows_without_keys(step: HostStep) -> NDArray[np.bool_]:
-    """bool[tokens]: the queries that a causal mask leaves without a key."""
-    qo_lens = step.qo_lens
-    first = step.kv_lens - qo_lens - step.qo_indptr[:-1]
-    return np.repeat(first, qo_lens) + np.arange(step.num_tokens) < 0
+def separate_rows_without_keys(step: HostStep, min_keys: int = 1) -> HostStep:
+    """Make the queries that a causal mask leaves without a key requests of their own, without keys.
+
+    FlashInfer's kernels are wrong where such queries share a request with others: see `defects.py`.
+
+    Args:
+        step: The step.
+        min_keys: Requests with fewer keys stay as they are.
+    """
+    shared = np.flatnonzero((step.qo_lens > step.kv_lens) & (step.kv_lens >= min_keys))
+    if not len(shared):
+        return step
+    first_with_key = step.qo_indptr[shared + 1] - step.kv_lens[shared]
+    return replace(
+        step,
+        qo_indptr=np.insert(step.qo_indptr, shared + 1, first_with_key),
+        kv_indptr=np.insert(step.kv_indptr, shared + 1, step.kv_indptr[shared]),
+        kv_lens=np.insert(step.kv_lens, shared, 0),
+        last_page_len=np.insert(step.last_page_len, shared, 0),
+    )
 
 
 def _append(step: HostStep, qo_ends: Ints, kv_ends: Ints, ids: Ints, lens: Ints) -> HostStep:

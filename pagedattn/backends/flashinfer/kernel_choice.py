@@ -35,16 +35,13 @@ def has_fa3(device: torch.device, head_dim: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def prefill_kernel(
-    num_tokens: int, num_rows: int, *, fa3: bool, causal: bool = True, window_left: int = -1
-) -> str:
+def prefill_kernel(num_tokens: int, num_rows: int, *, fa3: bool, window_left: int = -1) -> str:
     """Choose a prefill kernel.
 
     Args:
         num_tokens: Query tokens of the prompt rows.
         num_rows: Rows with query tokens.
         fa3: Whether there is a choice, see `has_fa3`.
-        causal: Whether the mask is causal.
         window_left: The window, -1 for none.
 
     Returns:
@@ -54,13 +51,13 @@ def prefill_kernel(
         >>> prefill_kernel(8192, 1, fa3=True), prefill_kernel(64, 64, fa3=True)
         ('fa3', 'fa2')
     """
-    if not fa3 or (not causal and window_left >= 0):
-        return "fa2"  # fa3 is wrong for windows without a causal mask: see defects.py
+    if not fa3 or window_left >= 0:
+        return "fa2"  # fa3 is wrong for windows: see defects.py
     return "fa3" if num_tokens >= FA3_TILE * max(num_rows, 1) else "fa2"
 
 
 def graph_prefill_kernel(
-    num_tokens: int, num_rows: int, *, fa3: bool, causal: bool = True, window_left: int = -1
+    num_tokens: int, num_rows: int, *, fa3: bool, window_left: int = -1
 ) -> str:
     """Choose the prompt rows' kernel by the capacity of a graph.
 
@@ -72,12 +69,11 @@ def graph_prefill_kernel(
         num_tokens: Most query tokens of a step.
         num_rows: Most rows with more than one token.
         fa3: Whether there is a choice, see `has_fa3`.
-        causal: Whether the mask is causal.
         window_left: The window, -1 for none.
     """
     prompts = num_tokens >= 8 * FA3_TILE and holds_prompts(num_tokens, num_rows)
     rows = 1 if prompts else num_tokens
-    return prefill_kernel(num_tokens, rows, fa3=fa3, causal=causal, window_left=window_left)
+    return prefill_kernel(num_tokens, rows, fa3=fa3, window_left=window_left)
 
 
 def holds_prompts(num_tokens: int, num_rows: int) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
 from pagedattn.backends.flashinfer.host_step import HostStep, read_step, token_slots
 from pagedattn.backends.flashinfer.kernel import on_device
-from pagedattn.backends.flashinfer.kernel_choice import graph_prefill_kernel, has_fa3
 from pagedattn.backends.flashinfer.mixed_step import split_step
 from pagedattn.backends.flashinfer.paged_wrapper import (
     SLOT_ARRAYS,
@@ -106,7 +105,7 @@ class MixedWrapper(PagedWrapper):
             options: For FlashInfer's plans.
         """
         self._step = None
-        parts = split_step(step, last_gap=self.capacity is None)
+        parts = split_step(step, causal=spec.causal, last_gap=self.capacity is None)
         num_rows, num_pages = step.num_tokens, step.num_pages
         if self.capacity is not None:
             check_fits(
@@ -122,7 +121,7 @@ class MixedWrapper(PagedWrapper):
         self._decode.plan_step(parts.decode, spec, options, stage_slots=False)
         self._prefill.plan_step(parts.prefill, spec, options, stage_slots=False)
         self._stage_rows(step, num_rows, parts.decode_places, spec)
-        self._step = PlannedStep(None, spec, num_rows, num_pages, None)
+        self._step = PlannedStep(None, spec, num_rows, num_pages)
 
     def run_into(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
@@ -225,9 +224,6 @@ class FlashInferMixedWrapper(MixedWrapper):
             device=device,
             accelerator_graph=True,
         )
-        if backend == "auto":
-            fa3 = has_fa3(torch.device(device), head_dim)
-            backend = graph_prefill_kernel(max_total_tokens, max_prefill_rows, fa3=fa3)
         prefill = FlashInferPrefillWrapper(
             prefill_workspace,
             *shape,

@@ -25,11 +25,13 @@ class MixedStep:
     num_prompts: int
 
 
-def split_step(step: HostStep, *, last_gap: bool) -> MixedStep:
+def split_step(step: HostStep, *, causal: bool, last_gap: bool) -> MixedStep:
     """Split a step by query length: one token is a decode row, more are a prompt row.
 
     Args:
         step: Any step.
+        causal: Whether a prompt row's queries before its first key belong to the gap before it, for
+            the reason that `separate_rows_without_keys` gives.
         last_gap: Whether the prefill part also owns the tokens behind the last prompt row.
 
     Example:
@@ -37,7 +39,7 @@ def split_step(step: HostStep, *, last_gap: bool) -> MixedStep:
         >>> import torch
         >>> table = PageTable.from_lengths([9, 5, 3], page_size=4)
         >>> step = HostStep.of_table(table, torch.tensor([0, 1, 4, 5]).int())
-        >>> mixed = split_step(step, last_gap=True)
+        >>> mixed = split_step(step, causal=True, last_gap=True)
         >>> mixed.decode_places.tolist(), mixed.prefill.qo_indptr.tolist()
         ([0, 4], [0, 1, 4, 5])
         >>> mixed.decode.kv_lens.tolist(), mixed.prefill.kv_lens.tolist()
@@ -47,9 +49,10 @@ def split_step(step: HostStep, *, last_gap: bool) -> MixedStep:
     is_decode, is_prompt = qo_lens == 1, qo_lens > 1
     prompts = step.rows(is_prompt)
     begins, ends = step.qo_indptr[:-1], step.qo_indptr[1:]
+    first_with_key = np.maximum(begins, ends - step.kv_lens) if causal else begins
     num_rows = 2 * prompts.batch_size + last_gap
     qo_indptr = np.zeros(num_rows + 1, dtype=np.int32)
-    qo_indptr[1 : 2 * prompts.batch_size : 2] = begins[is_prompt]
+    qo_indptr[1 : 2 * prompts.batch_size : 2] = first_with_key[is_prompt]
     qo_indptr[2 : 2 * prompts.batch_size + 1 : 2] = ends[is_prompt]
     kv_lens, last_page_len = np.zeros((2, num_rows), dtype=np.int32)
     kv_lens[1 : 2 * prompts.batch_size : 2] = prompts.kv_lens

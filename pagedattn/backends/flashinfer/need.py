@@ -67,9 +67,7 @@ def workspace_need(
     version = flashinfer_version(load_flashinfer())
     batch_size, num_tokens = capacity.max_batch_size, capacity.max_tokens
     fa3 = device_facts.compute_capability[0] == 9 and spec.head_dim in FA3_HEAD_DIMS
-    kernel = graph_prefill_kernel(
-        num_tokens, batch_size, fa3=fa3, causal=spec.causal, window_left=spec.window_left
-    )
+    kernel = graph_prefill_kernel(num_tokens, batch_size, fa3=fa3, window_left=spec.window_left)
     if not holds_prompts(num_tokens, batch_size):
         return prefill_need(spec, batch_size, num_tokens, kernel, device_facts, version)
     rows = max(1, min(batch_size, num_tokens // 2))

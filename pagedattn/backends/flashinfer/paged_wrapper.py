@@ -52,15 +52,15 @@ class PlannedStep:
     spec: AttentionSpec
     num_rows: int
     num_pages: int  # pages that a cache must have
-    rows_to_clear: Tensor | None  # bool[rows]: see defects.FA3_ROWS_WITHOUT_KEYS
 
 
 class PagedWrapper:
     """The part that does not depend on how queries are laid out. Not for use by itself.
 
     Attributes:
-        sink_page: The page that padding rows read in graph mode, whose content must stay finite and
-            which no request may own; `None`: padding rows have no key at all. Set it before `plan`.
+        sink_page: The page that one-token padding rows read in graph mode, and where padding may
+            be written; its content must stay finite, and no request may own it. `None`: padding
+            rows have no key at all. Set it before `plan`.
         token_to_page: i64[tokens] on the device, the page of each planned new token.
         token_to_cache: i64[tokens] on the device, its place in that page:
             `kv_cache_layer[token_to_page, 0, token_to_cache] = k`.
@@ -152,10 +152,6 @@ class PagedWrapper:
         with self._range("run"):
             if step.kernel is not None:
                 step.kernel.run(q, k_pages, v_pages, out, lse)
-            if step.rows_to_clear is not None:
-                out.masked_fill_(step.rows_to_clear[:, None, None], 0)
-                if lse is not None:
-                    lse.masked_fill_(step.rows_to_clear[:, None], -torch.inf)
 
     def run_checked(
         self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None

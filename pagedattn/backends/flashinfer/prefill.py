@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.defects import (
+    FA2_ROWS_WITHOUT_KEYS,
+    FA2_SMALLEST_TILE,
     FA2_WINDOW_WITHOUT_MASK,
     FA3_ROWS_WITHOUT_KEYS,
-    FA3_WINDOW_WITHOUT_MASK,
+    FA3_WINDOW,
     Call,
 )
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
@@ -21,11 +22,16 @@ from pagedattn.backends.flashinfer.host_step import (
     HostStep,
     pad_step,
     read_step,
-    rows_without_keys,
+    separate_rows_without_keys,
     token_slots,
 )
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
-from pagedattn.backends.flashinfer.kernel_choice import KERNELS, has_fa3, prefill_kernel
+from pagedattn.backends.flashinfer.kernel_choice import (
+    KERNELS,
+    graph_prefill_kernel,
+    has_fa3,
+    prefill_kernel,
+)
 from pagedattn.backends.flashinfer.library import (
     flashinfer_version,
     load_flashinfer,
@@ -72,10 +78,8 @@ _ARRAYS = {
     "last_page_len": torch.int32,
     "kv_lens": torch.int32,
     **SLOT_ARRAYS,
-    "rows_without_keys": torch.bool,
     "kv_indices": torch.int32,
 }
-_NO_ROWS = np.empty(0, dtype=np.bool_)
 
 
 class FlashInferPrefillWrapper(PagedWrapper):
@@ -205,52 +209,61 @@ class FlashInferPrefillWrapper(PagedWrapper):
         if FA2_WINDOW_WITHOUT_MASK.hits(call):
             options = _without_splitting(options)
         self._freeze((name, spec, tuple(sorted(options.items()))))
+        requests = self._requests_of(step, call)
         num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
-        if self.capacity is not None:
-            check_fits(
-                batch_size=(step.batch_size, self.capacity.batch_size),
-                max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
-                max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
-            )
         slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
         if self.capacity is not None:
-            step = pad_step(step, self.capacity.batch_size + 1, num_tokens, self.sink_page)
-        clear = rows_without_keys(step) if FA3_ROWS_WITHOUT_KEYS.hits(call) else None
-        if clear is not None and self.capacity is None and not clear.any():
-            clear = None  # a graph clears always: a later step may need it
+            requests = pad_step(requests, self.capacity.batch_size + 1, num_tokens)
         kernel = self._kernel(name)
         kernel.check_options(options, _OURS)
-        token_arrays = [*slots, _NO_ROWS if clear is None else clear]
-        self._stage_and_plan(kernel, step, spec, options, token_arrays)
+        self._stage_and_plan(kernel, requests, spec, options, slots)
         self._frozen = (name, spec, tuple(sorted(options.items())))
-        planned = kernel if step.num_tokens else None
-        self._step = PlannedStep(
-            planned,
-            spec,
-            step.num_tokens,
-            step.num_pages,
-            None if clear is None else self._arrays.on_device("rows_without_keys"),
-        )
+        planned = kernel if num_tokens else None
+        self._step = PlannedStep(planned, spec, num_tokens, requests.num_pages)
 
     def _choose(self, step: HostStep, spec: AttentionSpec) -> str:
         """The kernel for a step; in graph mode for the capacity."""
-        name = self.backend
+        name, window_left = self.backend, spec.window_left
         if name == "auto":
-            tokens = step.num_tokens
-            rows = int((step.qo_lens > 0).sum())
-            if self.capacity is not None:
-                tokens, rows = self.capacity.num_tokens, self.capacity.batch_size
             fa3 = has_fa3(self.device, spec.head_dim)
-            name = prefill_kernel(
-                tokens, rows, fa3=fa3, causal=spec.causal, window_left=spec.window_left
-            )
-        call = Call(self._version, name, spec.causal, spec.window_left)
-        if FA3_WINDOW_WITHOUT_MASK.hits(call):
+            if self.capacity is None:
+                rows = int((step.qo_lens > 0).sum())
+                name = prefill_kernel(step.num_tokens, rows, fa3=fa3, window_left=window_left)
+            else:
+                sizes = self.capacity.num_tokens, self.capacity.batch_size
+                name = graph_prefill_kernel(*sizes, fa3=fa3, window_left=window_left)
+        if FA3_WINDOW.hits(Call(self._version, name, spec.causal, window_left)):
             raise ValueError(
-                f"FlashInfer's fa3 kernel is wrong for window_left={spec.window_left} without a "
-                "causal mask: use fa2"
+                f"FlashInfer's fa3 kernel lets NaN through from slots left of window_left="
+                f"{window_left}: use fa2"
             )
         return name
+
+    def _requests_of(self, step: HostStep, call: Call) -> HostStep:
+        """The requests that a step is computed as; in graph mode they and the step must fit."""
+        requests = separate_rows_without_keys(step) if call.causal else step
+        if self.capacity is None:
+            return requests
+        check_fits(
+            batch_size=(step.batch_size, self.capacity.batch_size),
+            max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
+            max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
+        )
+        if requests.batch_size <= self.capacity.batch_size:
+            return requests
+        requests = step
+        if FA2_ROWS_WITHOUT_KEYS.hits(call):
+            requests = separate_rows_without_keys(step, FA2_SMALLEST_TILE)
+        elif FA3_ROWS_WITHOUT_KEYS.hits(call):
+            requests = separate_rows_without_keys(step)
+        if requests.batch_size > self.capacity.batch_size:
+            raise ValueError(
+                f"{requests.batch_size - step.batch_size} requests have more queries than keys, "
+                "and FlashInfer computes their queries without keys as requests of their own: "
+                f"raise batch_size (max_batch_size of a Capacity) to {requests.batch_size}, got "
+                f"{self.capacity.batch_size}"
+            )
+        return requests
 
     def _stage_and_plan(
         self,
@@ -291,7 +304,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
         if self.capacity is None:
             return None
         batch, tokens = self.capacity.batch_size + 1, self.capacity.num_tokens
-        return [batch + 1, batch + 1, batch, batch, *[tokens] * 4, self.capacity.num_pages + 1]
+        return [batch + 1, batch + 1, batch, batch, *[tokens] * 3, self.capacity.num_pages]
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._kernels:
