@@ -21,8 +21,11 @@ from pagedattn import AttentionSpec, PagedAttention, PageTable
 from pagedattn.backends.flashinfer import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.defects import (
     DEFECTS,
+    FA2_LOW_SCORES,
     FA2_WINDOW_WITHOUT_MASK,
     FA3_ROWS_WITHOUT_KEYS,
+    FINITE_INFINITY,
+    LSE_WITHOUT_KEYS,
     Call,
 )
 from pagedattn.backends.flashinfer.host_step import HostStep, separate_rows_without_keys
@@ -196,6 +199,49 @@ def test_separated_rows_keep_every_token_and_every_page(rows, min_keys):
     assert separated.kv_indptr.tolist() == [0, *accumulate(num_pages)]
     last = [kv_len - 2 * max(-(-kv_len // 2) - 1, 0) for _, kv_len in expected]
     assert separated.last_page_len.tolist() == last
+
+
+@pytest.mark.gpu
+def test_the_lse_without_keys_is_finite_on_affected_versions(device, flashinfer):  # noqa: F811
+    step = make_step(device, [0, 5], [2, 5])
+    version = flashinfer_version(flashinfer)
+    if not LSE_WITHOUT_KEYS.hits(Call(version, "fa2", True, -1)):
+        pytest.skip("this version is right")
+    wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
+    wrapper.plan(step.qo_indptr, *step.kv_arrays)
+    (kernel,) = wrapper._kernels.values()
+    lse = torch.empty(step.q.shape[:2], device=device)
+    kernel.wrapper.run(step.q, step.kv_cache, lse=lse, return_lse=True)
+    assert bool((lse[:2] == FINITE_INFINITY).all())
+
+
+def test_ours_gives_minus_infinity_without_keys(device, monkeypatch, flashinfer):  # noqa: F811
+    """On a CPU the stand-in acts as an affected version."""
+    if device.type == "cpu":
+        monkeypatch.setattr(flashinfer, "__version__", "0.6.18.post1")
+        attend = flashinfer.BatchPrefillWithPagedKVCacheWrapper._attend
+
+        def finite(self, *arguments):
+            attend(self, *arguments)
+            arguments[-1].nan_to_num_(neginf=FINITE_INFINITY)
+
+        monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_attend", finite)
+    step = make_step(device, [0, 5, 3], [2, 5, 6])
+    wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
+    wrapper.plan(step.qo_indptr, *step.kv_arrays)
+    assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step)
+
+
+@pytest.mark.gpu
+def test_fa2_takes_low_scores_for_none_on_affected_versions(device, flashinfer):  # noqa: F811
+    step = make_step(device, [9], [1])
+    if not FA2_LOW_SCORES.hits(Call(flashinfer_version(flashinfer), "fa2", True, -1)):
+        pytest.skip("this version is right")
+    step.q.fill_(40)
+    step.kv_cache[:, 0] = -40  # scores of -102400, all the same
+    out = call_flashinfer(flashinfer, step, "fa2", causal=True)
+    right, _ = right_answer(step)
+    assert (out.double() - right).abs().max() > 0.1
 
 
 def test_every_defect_says_what_is_done_and_where_it_is_reported():

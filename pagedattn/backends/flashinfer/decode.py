@@ -231,9 +231,12 @@ class FlashInferDecodeWrapper(PagedWrapper):
             wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
                 self.float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
             )
-        kernel = Kernel(wrapper, "fa2", self._workspace, self.device, self.accelerator_graph)
+        version = flashinfer_version(library)
+        kernel = Kernel(
+            wrapper, "fa2", version, self._workspace, self.device, self.accelerator_graph
+        )
         if self.capacity is not None and self.device.type == "cuda":
-            facts, version = DeviceFacts.of(self.device), flashinfer_version(library)
+            facts = DeviceFacts.of(self.device)
             need = decode_need(self.spec, self.capacity.batch_size, facts, version)
             kernel.set_integer_bytes(need.int_bytes)
         return kernel

@@ -97,4 +97,30 @@ FA3_WINDOW = Defect(
     ),
 )
 
-DEFECTS = (FA2_WINDOW_WITHOUT_MASK, FA2_ROWS_WITHOUT_KEYS, FA3_ROWS_WITHOUT_KEYS, FA3_WINDOW)
+FINITE_INFINITY = -5e4
+"""What the kernels of versions with the two defects below take for minus infinity."""
+
+LSE_WITHOUT_KEYS = Defect(
+    name="the LSE of a query that sees no key",
+    first_right=(0, 7, 4),
+    affects=lambda call: True,
+    instead="an LSE of exactly -50000 in base 2 becomes -inf behind the kernel",
+    report="found here: it is the kernels' finite infinity (0.6.18, any request without keys)",
+)
+
+FA2_LOW_SCORES = Defect(
+    name="fa2 where every score of a query is below -50000 before sm_scale",
+    first_right=(0, 7, 4),
+    affects=lambda call: call.kernel == "fa2",
+    instead="nothing: such a query gets what one without keys gets; use FlashInfer 0.7.4",
+    report="https://github.com/flashinfer-ai/flashinfer/issues/4267",
+)
+
+DEFECTS = (
+    FA2_WINDOW_WITHOUT_MASK,
+    FA2_ROWS_WITHOUT_KEYS,
+    FA3_ROWS_WITHOUT_KEYS,
+    FA3_WINDOW,
+    LSE_WITHOUT_KEYS,
+    FA2_LOW_SCORES,
+)

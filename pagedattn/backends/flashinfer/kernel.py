@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.library import plan_options, takes_argument
+from pagedattn.backends.flashinfer.defects import FINITE_INFINITY, LSE_WITHOUT_KEYS, Call
+from pagedattn.backends.flashinfer.library import Version, plan_options, takes_argument
 from pagedattn.backends.flashinfer.overflow import read_overflow
 from pagedattn.backends.flashinfer.schedules import PinnedSchedules
 from pagedattn.backends.flashinfer.workspace import Workspace, WorkspaceTooSmall
@@ -29,6 +30,7 @@ class Kernel:
     Args:
         wrapper: FlashInfer's prefill or decode wrapper.
         name: "fa2" or "fa3".
+        version: FlashInfer's.
         workspace: The float workspace that it was built on; `None`: a plain tensor that never
             grows.
         device: Where it runs.
@@ -40,6 +42,7 @@ class Kernel:
         self,
         wrapper: Any,
         name: str,
+        version: Version,
         workspace: Workspace | None,
         device: torch.device,
         fixed: bool,
@@ -51,7 +54,11 @@ class Kernel:
         self._fixed = fixed
         self._planned_once = False
         self._schedules = PinnedSchedules(wrapper, device)
-        self._natural_log = takes_argument(wrapper.run, "lse_base")
+        call = Call(version, name, causal=True, window_left=-1)
+        self._finite_infinity = LSE_WITHOUT_KEYS.hits(call)
+        self._natural_log = (
+            takes_argument(wrapper.run, "lse_base") and not self._finite_infinity
+        )  # the finite one is known in base 2
         self._options = plan_options(wrapper)
 
     def check_options(self, options: dict[str, Any], ours: frozenset[str]) -> None:
@@ -135,6 +142,8 @@ class Kernel:
                 options["lse_base"] = "ln"
         with on_device(self._device):
             self.wrapper.run(_loadable(q), (k_pages, v_pages), out=dense_out, **options)
+            if lse is not None and self._finite_infinity:
+                lse.masked_fill_(lse == FINITE_INFINITY, -torch.inf)
             if lse is not None and not self._natural_log:
                 lse.mul_(math.log(2.0))
             if dense_out is not out:

@@ -321,7 +321,14 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
                     self.float_workspace, "NHD", backend=name, **buffers
                 )
-            kernel = Kernel(wrapper, name, self._workspace, self.device, self.accelerator_graph)
+            kernel = Kernel(
+                wrapper,
+                name,
+                self._version,
+                self._workspace,
+                self.device,
+                self.accelerator_graph,
+            )
             if self.capacity is not None and self.device.type == "cuda":
                 facts = DeviceFacts.of(self.device)
                 sizes = self.capacity.batch_size, self.capacity.num_tokens
