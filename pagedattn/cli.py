@@ -17,6 +17,7 @@ _COMMANDS = {
     "doctor": "pagedattn.doctor.command.doctor",
     "explain": "pagedattn.explain.command.explain",
     "precompile": "pagedattn.precompile.command.precompile",
+    "bench": "pagedattn.bench.bench",
 }
 
 

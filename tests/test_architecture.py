@@ -34,6 +34,7 @@ FLOORS = {
     "explain": 5,
     "doctor": 5,
     "precompile": 5,
+    "bench": 5,
     "cli": 5,
     "__init__": 6,
 }
