@@ -242,7 +242,7 @@ def sweep() -> list[Case]:
 
 def small() -> list[Case]:
     """Steps that Triton's interpreter computes in a moment."""
-    layer = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
+    layer = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "page_size": 4}
     return [
         Case("small decode", "small", (9, 17), (1, 1), **layer),
         Case("small speculative", "small", (9, 9), (3, 3), **layer),
