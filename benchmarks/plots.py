@@ -68,22 +68,20 @@ def draw_relative(found: Sequence[Standing], path: Path) -> Path:
     """For each case the speed of everything over that of the fastest peer: right is faster."""
     figure, axes = _figure(9, 1.5 + 0.2 * len(found))
     for y, standing in enumerate(reversed(found)):
-        for result in standing.others:
-            axes.plot(standing.speed(result), y, PEER[1], color=PEER[0], markersize=4)
-        for result in standing.ours:
+        for result in sorted(standing.results, key=lambda r: r.backend in OURS):
             colour, marker = OURS.get(result.backend, PEER)
             label = _label(result.backend)
-            axes.plot(standing.speed(result), y, marker, color=colour, markersize=5, label=label)
+            axes.plot(standing.speed(result), y, marker, color=colour, markersize=4, label=label)
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_xlim(left=0)
     axes.set_ylim(-0.7, len(found) - 0.3)
     axes.set_yticks(range(len(found)), [s.case for s in reversed(found)], fontsize=7)
-    axes.set_xlabel("speed, 1 = fastest of the peers (grey)")
+    axes.set_xlabel("speed, 1 = fastest that reads pages and is not pagedattn-triton")
     return _save(figure, axes, path)
 
 
 def _label(backend: str) -> str:
-    return backend if backend in OURS else "peers"
+    return backend if backend in OURS else "others"
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

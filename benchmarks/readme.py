@@ -10,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.results_file import Result, read
-from benchmarks.standing import Standing, milliseconds, standings
+from benchmarks.standing import TRITON, Standing, milliseconds, standings
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
-COLUMNS = ("pagedattn-triton", "pagedattn-flashinfer", "pagedattn-mixed")
+COLUMNS = (TRITON, "pagedattn-flashinfer", "pagedattn-mixed")
 GROUP = "anchors"
 
 
@@ -32,22 +32,22 @@ def section(path: Path | None, root: Path = ROOT) -> str:
     results = [r for r in read(path) if r.case_group == GROUP]
     found = standings(results)
     if not found:
-        return f"`{path.relative_to(root)}` has no case of ours beside a peer."
+        return f"`{path.relative_to(root)}` has no case of the table yet."
     header = ["case", *COLUMNS, "fastest peer", "its µs", "triton / peer"]
     lines = [_row(header), _row(["---"] * len(header)), *(_row(_cells(s)) for s in found)]
     return "\n".join([*lines, "", _source(found[-1].best_peer, path, root)])
 
 
 def _cells(standing: Standing) -> list[str]:
-    times = {r.backend: milliseconds(r) for r in standing.ours}
-    peer = standing.best_peer
-    triton = times.get(COLUMNS[0])
-    ratio = "" if triton is None else f"{triton / milliseconds(peer):.2f}"
-    ours = [_microseconds(times[name]) if name in times else "" for name in COLUMNS]
-    return [standing.case, *ours, peer.backend, _microseconds(milliseconds(peer)), ratio]
+    ours = [_microseconds(standing.time_of(name)) for name in COLUMNS]
+    peer, triton = milliseconds(standing.best_peer), standing.time_of(TRITON)
+    ratio = "" if triton is None else f"{triton / peer:.2f}"
+    return [standing.case, *ours, standing.best_peer.backend, _microseconds(peer), ratio]
 
 
-def _microseconds(value_ms: float) -> str:
+def _microseconds(value_ms: float | None) -> str:
+    if value_ms is None:
+        return ""
     return f"{1e3 * value_ms:.1f}" if value_ms < 1 else f"{1e3 * value_ms:.0f}"
 
 

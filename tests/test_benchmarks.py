@@ -262,15 +262,17 @@ def test_a_file_with_other_columns_is_refused(tmp_path):
         results_file.append(file, result("pagedattn-triton", 1))
 
 
-def test_ours_stand_beside_the_fastest_right_peer():
+def test_a_case_is_measured_by_the_fastest_right_answer_that_reads_pages():
     wrong = replace(result("flashinfer-fa3", 0.01), verdict="wrong")
-    slow, fast = result("flashinfer-decode", 0.3), result("flashinfer-batch-attention", 0.2)
-    ours = result("pagedattn-triton", 0.1)
+    slow, fast = result("flashinfer-decode", 0.3), result("pagedattn-flashinfer", 0.2)
+    ours, dense = result("pagedattn-triton", 0.1), result("torch-sdpa", 0.05)
     alone = result("pagedattn-triton", 0.1, "decode 8x512")
-    (standing,) = standings([result("pagedattn-triton", 9), wrong, slow, fast, ours, alone])
+    outdated = result("pagedattn-triton", 9)
+    (standing,) = standings([outdated, wrong, slow, fast, ours, dense, alone])
     assert standing.best_peer is fast
-    assert standing.ours == (ours,)
+    assert set(standing.results) == {slow, fast, ours, dense}
     assert standing.speed(ours) == pytest.approx(2)
+    assert standing.time_of("flashinfer-fa3") is None
 
 
 def test_both_plots_are_drawn_of_what_was_measured(tmp_path):
