@@ -200,7 +200,7 @@ def test_a_run_is_checked_timed_written_and_drawn(device, backend, tmp_path):
     assert row.tflops == pytest.approx(row.flops / row.median_time / 1e9, rel=1e-4)
 
 
-def test_a_backend_that_raises_becomes_a_row_and_the_rest_go_on(monkeypatch, tmp_path):
+def test_a_backend_that_raises_becomes_a_row_and_the_rest_go_on(device, monkeypatch, tmp_path):
     def build(inputs):
         raise RuntimeError("no\nsuch kernel")
 
@@ -208,7 +208,7 @@ def test_a_backend_that_raises_becomes_a_row_and_the_rest_go_on(monkeypatch, tmp
     monkeypatch.setattr("benchmarks.peers.PEERS", (broken, PEER_OF_NAME["pagedattn-reference"]))
     file = tmp_path / "results.csv"
     done = run_bench(
-        *("--device", "cpu", "--case", "small window", "--csv", file, "--seconds", 0.01),
+        *("--device", device, "--case", "small window", "--csv", file, "--seconds", 0.01),
         *("--backends", "pagedattn-*"),
     )
     assert done.exit_code == 1
@@ -229,8 +229,9 @@ def test_a_wrong_backend_is_timed_and_named():
     assert not row.is_usable
 
 
-def test_a_budget_stops_before_the_next_measurement(tmp_path):
-    done = run_bench("--device", "cpu", "--budget", 0, "--backends", "pagedattn-reference")
+def test_a_budget_stops_before_the_next_measurement(device):
+    asked = ("--device", device, "--case", "small", "--backends", "pagedattn-reference")
+    done = run_bench(*asked, "--budget", 0)
     assert done.exit_code == 0
     assert "stopped by the budget with 6 left" in done.output
 
@@ -301,8 +302,9 @@ def test_the_table_gives_the_ratio_to_the_fastest_peer(tmp_path):
     assert "benchmarks/results/2026-02-01-a/benchmark.csv" in table
 
 
-def test_pagedattn_bench_is_the_same_command():
-    done = CliRunner().invoke(main, ["bench", "--device", "cpu", "--list", "--case", "small mixed"])
+def test_pagedattn_bench_is_the_same_command(device):
+    asked = ["bench", "--device", str(device), "--list", "--case", "small mixed"]
+    done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output
     assert "small mixed" in done.output
     assert "small decode" not in done.output
@@ -315,7 +317,7 @@ def test_pagedattn_bench_of_an_installed_package_says_where_the_benchmark_is(mon
     assert "python -m benchmarks" in done.output
 
 
-def test_unknown_names_are_refused():
-    assert run_bench("--device", "cpu", "--case", "nothing like it").exit_code == 2
+def test_unknown_names_are_refused(device):
+    assert run_bench("--device", device, "--case", "nothing like it").exit_code == 2
     with pytest.raises(ValueError, match="expected some of"):
         select(("nothing like it",))
