@@ -38,6 +38,7 @@ from pagedattn.validation import (
     check_query,
     split_kv_cache,
 )
+from pagedattn.watch import Watch, Watcher
 
 
 class AttentionOutput(NamedTuple):
@@ -68,6 +69,7 @@ class PagedAttention:
         device: Where `q` and the cache are; by default the current GPU, or the CPU without one.
         capacity: The largest step. When given, no address changes after construction, and `run`
             may be captured in a CUDA graph and replayed after later plans.
+        shadow: Compares a sample of the steps with another backend: `pagedattn.Shadow(...)`.
 
     Raises:
         ValueError: An argument is out of its range, or no backend has this name.
@@ -90,6 +92,7 @@ class PagedAttention:
         backend: str,
         device: torch.device | str | None = None,
         capacity: Capacity | None = None,
+        shadow: Watcher | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -104,6 +107,9 @@ class PagedAttention:
         with on_device(self.device):
             self._backend = load_backend(backend)(spec, page_size, self.device, capacity)
         self._step: _Step | None = None
+        self.shadow: Watch | None = None
+        if shadow is not None:
+            self.shadow = shadow.watch(spec, page_size, backend, self.device, capacity)
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
         """Make ready for a step.
@@ -138,6 +144,8 @@ class PagedAttention:
             self._backend.plan(table, qo_indptr)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
         num_table_pages = table.kv_indices.shape[0]
+        if self.shadow is not None:
+            self.shadow.begin_step(table, qo_indptr)
         self._step = _Step(table.batch_size, num_tokens, num_table_pages, num_rows, num_pages)
 
     @property
@@ -202,6 +210,8 @@ class PagedAttention:
         if step.num_rows:
             with on_device(self.device):
                 self._backend.run(q, k_pages, v_pages, out, lse)
+            if self.shadow is not None:
+                self.shadow.after_run(q, k_pages, v_pages, out, lse)
         return out
 
     def _planned_step(self) -> _Step:

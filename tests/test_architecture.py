@@ -16,6 +16,7 @@ FLOORS = {
     "capacity": 0,
     "validation": 1,
     "staging": 1,
+    "watch": 1,
     "page_allocator": 1,
     "kv_cache": 3,  # it launches kernels/append.py
     "kernels": 2,

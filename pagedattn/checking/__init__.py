@@ -2,3 +2,8 @@
 
 Works on anything that computes attention of a `Step`; knows no backend but the oracle.
 """
+
+from pagedattn.checking.mismatch import Mismatch, ShadowMismatch
+from pagedattn.checking.shadow import Shadow
+
+__all__ = ["Mismatch", "Shadow", "ShadowMismatch"]

@@ -123,23 +123,6 @@ def save_capsule(
     Raises:
         ValueError: `load_capsule` would refuse the file; the message says why.
     """
-    small = step.compacted()
-    table = small.page_table
-    tensors = {
-        "kv_indptr": table.kv_indptr,
-        "kv_indices": table.kv_indices,
-        "kv_lens": table.kv_lens,
-        "qo_indptr": small.qo_indptr,
-        "page_ids": torch.unique(step.page_table.kv_indices),
-        "q": small.q,
-        "kv_cache": small.kv_cache,
-        "expected_out": expected.out,
-        "expected_lse": expected.lse,
-    }
-    if got is not None:
-        tensors |= {"got_out": got.out, "got_lse": got.lse}
-    # a clone: safetensors refuses tensors that share memory
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     metadata = CapsuleMetadata(
         step.spec,
         step.page_size,
@@ -147,9 +130,35 @@ def save_capsule(
         backend=printable(backend),
         problem=printable(problem),
         seed=seed,
-        versions=_versions(),
+        versions=versions_here(),
     )
-    written = metadata.to_json()
+    page_ids = torch.unique(step.page_table.kv_indices)
+    write_capsule(path, Capsule(metadata, step.compacted(), page_ids, expected, got))
+
+
+def write_capsule(path: Path, capsule: Capsule) -> None:
+    """Write a capsule to a safetensors file; one that exists is replaced.
+
+    Raises:
+        ValueError: `load_capsule` would refuse the file; the message says why.
+    """
+    step, table = capsule.step, capsule.step.page_table
+    tensors = {
+        "kv_indptr": table.kv_indptr,
+        "kv_indices": table.kv_indices,
+        "kv_lens": table.kv_lens,
+        "qo_indptr": step.qo_indptr,
+        "page_ids": capsule.page_ids,
+        "q": step.q,
+        "kv_cache": step.kv_cache,
+        "expected_out": capsule.expected.out,
+        "expected_lse": capsule.expected.lse,
+    }
+    if capsule.got is not None:
+        tensors |= {"got_out": capsule.got.out, "got_lse": capsule.got.lse}
+    # a clone: safetensors refuses tensors that share memory
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    written = capsule.metadata.to_json()
     _capsule(CapsuleMetadata.from_json(written), tensors)
     check_size(sum(tensor.nbytes for tensor in tensors.values()) + MAX_HEADER_BYTES)
     save_file(tensors, path, {_JSON: written})
@@ -179,7 +188,8 @@ def load_capsule(path: Path) -> Capsule:
     return _capsule(metadata, tensors)
 
 
-def _versions() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
+    """Version of each package that takes part on this machine."""
     versions = {name: package_version(name) for name in _PACKAGES}
     versions["torch"] = torch.__version__  # with its CUDA version, which metadata may lack
     return {name: printable(version) for name, version in versions.items() if version is not None}

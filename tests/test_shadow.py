@@ -1,0 +1,428 @@
+"""A shadow over steps that are served: what it finds, whom it blames, and that it keeps nothing."""
+
+import gc
+import logging
+import re
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_steps import batch_of, half, require_support
+from click.testing import CliRunner
+
+import pagedattn
+from pagedattn import AttentionSpec, Capacity, PagedAttention, Shadow, UnsupportedSpec, backends
+from pagedattn.backends.reference import ReferenceBackend
+from pagedattn.checking import ShadowMismatch, arbitration
+from pagedattn.checking.capsule import load_capsule
+from pagedattn.checking.diagnose import diagnose
+from pagedattn.checking.shadow import QUERIES_BEFORE
+from pagedattn.cli import main
+
+SPEC = AttentionSpec(2, 1, 64, dtype=torch.float16, window_left=9)
+PAGE_SIZE = 4
+LENGTHS = (40, 3, 0, 17), (6, 1, 2, 0)  # kv_lens, qo_lens: request 2 sees no key
+
+
+class WindowOneShort(ReferenceBackend):
+    """Sees one key too few."""
+
+    def __init__(self, spec, page_size, device, capacity):
+        super().__init__(
+            replace(spec, window_left=spec.window_left - 1), page_size, device, capacity
+        )
+
+
+class BlindRowsAnswerOne(ReferenceBackend):
+    """A row that sees no key gives 1."""
+
+    def run(self, q, k_pages, v_pages, out, lse):
+        super().run(q, k_pages, v_pages, out, lse)
+        out[(out == 0).flatten(1).all(1)] = 1
+
+
+class NeverWrites(ReferenceBackend):
+    """Leaves its outputs as they are."""
+
+    def run(self, q, k_pages, v_pages, out, lse):
+        pass
+
+
+class Breaks(ReferenceBackend):
+    """Raises an error."""
+
+    def run(self, q, k_pages, v_pages, out, lse):
+        raise RuntimeError("no more memory")
+
+
+class CannotCompute(ReferenceBackend):
+    """Supports nothing."""
+
+    @classmethod
+    def unsupported_reasons(cls, spec, page_size, device):
+        return ["too wide", "too old"]
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch):
+    """The wrong backends above, by their class names."""
+    for made in (WindowOneShort, BlindRowsAnswerOne, NeverWrites, Breaks, CannotCompute):
+        entry = backends._Entry(f"{__name__}.{made.__name__}", needs="torch", install="")
+        monkeypatch.setitem(backends._BACKENDS, made.__name__, entry)
+
+
+@pytest.fixture(autouse=True)
+def listening(caplog):
+    caplog.set_level(logging.INFO, logger="pagedattn")
+
+
+def step_of(device, lengths=LENGTHS, spec=SPEC, seed=0):
+    return batch_of(spec, PAGE_SIZE, *lengths, seed=seed).materialise(device)
+
+
+def build(served, other, device, spec=SPEC, *, every=1, capacity=None, **options):
+    shadow = Shadow(other, every, **options)
+    return PagedAttention(
+        spec, PAGE_SIZE, backend=served, device=device, capacity=capacity, shadow=shadow
+    )
+
+
+def serve(attn, step, layers=1):
+    attn.plan(step.page_table, step.qo_indptr)
+    for _ in range(layers):
+        attn.run_return_lse(step.q, step.kv_cache)
+
+
+def looked_at(caplog):
+    """(step, layer) of each mismatch that was logged."""
+    found = [re.search(r"step (\d+), layer (\d+),", record.message) for record in caplog.records]
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
+def test_without_a_shadow_there_is_none(device):
+    assert PagedAttention(SPEC, PAGE_SIZE, backend="reference", device=device).shadow is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_right_backends_agree_on_every_kind_of_step(backend, device, causal, caplog):
+    spec = replace(SPEC, dtype=half(backend), causal=causal)
+    other = "triton" if backend == "reference" else "reference"
+    require_support(backend, spec, PAGE_SIZE, device)
+    require_support(other, spec, PAGE_SIZE, device)
+    attn = build(backend, other, device, spec, on_mismatch="raise")
+    shapes = [LENGTHS, ((), ()), ((9, 30, 1), (1, 1, 1)), ((4, 4), (0, 0))]
+    for seed, lengths in enumerate(shapes):
+        step = step_of(device, lengths, spec, seed)
+        attn.plan(step.page_table, step.qo_indptr)
+        attn.run_return_lse(step.q, step.kv_cache) if seed else attn.run(step.q, step.kv_cache)
+    assert attn.shadow.counts == (2, 2, 0, 0, 0)
+    assert not caplog.records
+
+
+def test_a_fault_of_the_served_backend_is_raised_and_named_as_its(device):
+    attn = build("WindowOneShort", "reference", device, on_mismatch="raise")
+    step = step_of(device)
+    with pytest.raises(ShadowMismatch, match=r"WindowOneShort \(serves\) is WRONG") as error:
+        serve(attn, step)
+    assert "reference (shadow) is right" in str(error.value)
+    found = error.value.mismatch
+    assert found.wrong == ("WindowOneShort",)
+    assert (found.step, found.layer, found.request) == (0, 0, 0)
+    assert found.row == found.query
+    assert found.kv_len == 40 - 6 + found.query + 1
+    assert f"out[{found.row}, " in str(found) or f"lse[{found.row}, " in str(found)
+    assert attn.shadow.counts == (1, 1, 1, 1, 0)
+    # the object stays usable, and its answer stands
+    attn.run(step.q, step.kv_cache)
+
+
+def test_a_fault_of_the_shadow_is_named_as_the_shadows(device, caplog):
+    attn = build("reference", "WindowOneShort", device)
+    serve(attn, step_of(device))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "reference (serves) is right" in record.message
+    assert "WindowOneShort (shadow) is WRONG" in record.message
+
+
+def test_a_fault_of_the_served_backend_is_logged_as_an_error(device, caplog):
+    attn = build("WindowOneShort", "reference", device)
+    serve(attn, step_of(device))
+    (record,) = caplog.records
+    assert (record.levelno, record.name) == (logging.ERROR, "pagedattn.checking.shadow")
+
+
+def test_both_are_named_where_both_are_wrong(device):
+    attn = build("WindowOneShort", "NeverWrites", device, on_mismatch="raise")
+    with pytest.raises(ShadowMismatch) as error:
+        serve(attn, step_of(device, ((40,), (1,))))
+    assert error.value.mismatch.wrong == ("WindowOneShort", "NeverWrites")
+
+
+def test_a_fault_in_out_is_found_where_no_lse_is_asked_for(device):
+    attn = build("WindowOneShort", "reference", device, on_mismatch="raise")
+    step = step_of(device)
+    attn.plan(step.page_table, step.qo_indptr)
+    with pytest.raises(ShadowMismatch, match="worst at out"):
+        attn.run(step.q, step.kv_cache)
+
+
+def test_rows_that_see_no_key_are_compared(device):
+    attn = build("BlindRowsAnswerOne", "reference", device, on_mismatch="raise")
+    with pytest.raises(ShadowMismatch, match=r"request 2, query [01] .*, 0 keys\)"):
+        serve(attn, step_of(device))
+    serve(attn, step_of(device, ((40, 3), (6, 1))))
+    assert attn.shadow.counts.mismatches == 1
+
+
+def test_a_rounding_difference_is_no_mismatch(device, monkeypatch, caplog):
+    require_support("triton", SPEC, PAGE_SIZE, device)
+    for name in ("AGREEMENT_UNITS", "FLOAT32_TOLERANCE"):  # the last bit is in doubt
+        monkeypatch.setattr(arbitration, name, 0)
+    attn = build("triton", "reference", device, on_mismatch="raise")
+    serve(attn, step_of(device))
+    assert attn.shadow.counts == (1, 1, 1, 0, 0)
+    assert not caplog.records
+
+
+def test_every_nth_step_is_looked_at_beginning_with_the_first(device, caplog):
+    attn = build("WindowOneShort", "reference", device, every=3)
+    for _ in range(8):
+        serve(attn, step_of(device))
+    assert [step for step, _ in looked_at(caplog)] == [0, 3, 6]
+    assert attn.shadow.counts == (8, 3, 3, 3, 0)
+
+
+def test_steps_without_queries_do_not_count(device, caplog):
+    attn = build("WindowOneShort", "reference", device, every=2)
+    for lengths in (((), ()), LENGTHS, ((5,), (0,)), LENGTHS, ((), ()), LENGTHS):
+        serve(attn, step_of(device, lengths))
+    assert [step for step, _ in looked_at(caplog)] == [0, 2]
+    assert attn.shadow.counts.steps == 3
+
+
+def test_layers_take_turns(device, caplog):
+    attn = build("WindowOneShort", "reference", device, every=2)
+    for _ in range(12):
+        serve(attn, step_of(device), layers=4)
+    assert looked_at(caplog) == [(0, 0), (2, 1), (4, 2), (6, 3), (8, 0), (10, 1)]
+
+
+def test_a_step_that_is_planned_and_not_run_is_no_trouble(device):
+    attn = build("reference", "WindowOneShort", device)
+    step = step_of(device)
+    attn.plan(step.page_table, step.qo_indptr)
+    with pytest.raises(ValueError, match="int32"):
+        attn.plan(step.page_table, step.qo_indptr.long())
+    serve(attn, step)
+    assert attn.shadow.counts == (2, 1, 1, 1, 0)
+
+
+def test_no_tensor_of_a_step_is_kept(backend, device):
+    require_support(backend, SPEC, PAGE_SIZE, device)
+    other = "triton" if backend == "reference" else "reference"
+    require_support(other, SPEC, PAGE_SIZE, device)
+    attn = build(backend, other, device)
+    assert_nothing_kept(attn, device)
+    assert attn.shadow.counts == (1, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("on_mismatch", ["log", "capsule"])
+@pytest.mark.parametrize("other", ["WindowOneShort", "Breaks"])
+def test_no_tensor_is_kept_after_a_mismatch_or_an_error(
+    device, tmp_path, caplog, other, on_mismatch
+):
+    attn = build("reference", other, device, on_mismatch=on_mismatch, capsule_dir=tmp_path)
+    assert_nothing_kept(attn, device)
+    assert caplog.records  # a handler may keep records: they must hold no tensor
+
+
+def assert_nothing_kept(attn, device):
+    step = step_of(device, spec=attn.spec)
+    attn.plan(step.page_table, step.qo_indptr)
+    out, lse = attn.run_return_lse(step.q, step.kv_cache)
+    table = step.page_table
+    tensors = (step.q, step.kv_cache, out, lse, step.qo_indptr, table.kv_indices, table.kv_lens)
+    watched = [weakref.ref(tensor) for tensor in tensors]
+    del step, out, lse, table, tensors
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 7
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_capsule_is_written_and_replays(device, tmp_path, caplog, pair):
+    folder = tmp_path / "some where"
+    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=folder)
+    step = step_of(device, ((40, 90), (6, 80)))
+    kv_cache = tuple(step.kv_cache.transpose(0, 1).clone()) if pair else step.kv_cache
+    attn.plan(step.page_table, step.qo_indptr)
+    attn.run_return_lse(step.q, kv_cache)
+    (path,) = folder.iterdir()
+    assert re.fullmatch(r"shadow-WindowOneShort-step0-layer0-\d+-0\.safetensors", path.name)
+    command = caplog.records[-1].message
+    assert f"pagedattn replay '{path}' --backend WindowOneShort" in command
+
+    capsule = load_capsule(path)
+    assert capsule.metadata.num_pages == step.kv_cache.shape[0]
+    pages = capsule.original_table.kv_indices.tolist()
+    assert pages in [step.page_table.pages_of(r)[: len(pages)].tolist() for r in (0, 1)]
+    assert 1 < capsule.step.q.shape[0] <= QUERIES_BEFORE + 1
+    assert diagnose(capsule.step, capsule.got).names[0] == "window one key short"
+    arguments = ["replay", str(path), "--device", "cpu", "--backend"]
+    for backend, code in (("WindowOneShort", 1), ("reference", 0)):
+        result = CliRunner().invoke(main, [*arguments, backend])
+        assert result.exit_code == code, result.output
+        assert "Diagnosis: window one key short" in result.output
+
+
+def test_a_capsule_of_the_shadows_fault_holds_the_shadows_answer(device, tmp_path):
+    attn = build("reference", "WindowOneShort", device, on_mismatch="capsule", capsule_dir=tmp_path)
+    serve(attn, step_of(device))
+    (path,) = tmp_path.iterdir()
+    capsule = load_capsule(path)
+    assert capsule.metadata.backend == "WindowOneShort"
+    assert "WindowOneShort (shadow) is WRONG" in capsule.metadata.problem
+    assert diagnose(capsule.step, capsule.got).names[0] == "window one key short"
+
+
+def test_a_capsule_without_an_lse_holds_the_right_one(device, tmp_path):
+    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=tmp_path)
+    step = step_of(device)
+    attn.plan(step.page_table, step.qo_indptr)
+    attn.run(step.q, step.kv_cache)
+    (path,) = tmp_path.iterdir()
+    capsule = load_capsule(path)
+    assert torch.equal(capsule.got.lse, capsule.expected.lse)
+    assert "window one key short" in diagnose(capsule.step, capsule.got).names
+
+
+def test_capsules_end_and_logging_goes_on(device, tmp_path, caplog):
+    attn = build(
+        "WindowOneShort", "reference", device,
+        on_mismatch="capsule", capsule_dir=tmp_path, max_capsules=2,
+    )  # fmt: skip
+    for _ in range(4):
+        serve(attn, step_of(device))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(looked_at(caplog)) == 4
+
+
+def test_objects_that_share_a_folder_do_not_overwrite_one_anothers_capsules(device, tmp_path):
+    for _ in range(2):
+        attn = build(
+            "WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=tmp_path
+        )
+        serve(attn, step_of(device))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_serving_goes_on(device, tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=blocked)
+    serve(attn, step_of(device))
+    assert len(looked_at(caplog)) == 1
+    assert "no capsule written" in caplog.records[-1].message
+
+
+def test_an_error_of_the_shadow_is_logged_and_serving_goes_on(device, caplog):
+    attn = build("reference", "Breaks", device)
+    step = step_of(device)
+    serve(attn, step)
+    serve(attn, step)
+    assert attn.shadow.counts == (2, 0, 0, 0, 2)
+    message = "shadow Breaks could not check: RuntimeError: no more memory"
+    assert [record.message for record in caplog.records] == [message] * 2
+
+
+def test_an_error_of_the_shadow_is_raised_where_mismatches_are(device):
+    attn = build("reference", "Breaks", device, on_mismatch="raise")
+    with pytest.raises(RuntimeError, match="no more memory"):
+        serve(attn, step_of(device))
+    assert attn.shadow.counts.failed == 1
+
+
+def test_with_a_capacity_it_warns_and_looks_at_eager_runs(device):
+    capacity = Capacity(max_batch_size=4, max_tokens=12, max_pages=20)
+    with pytest.warns(UserWarning, match="steps that a CUDA graph replays go unchecked") as warned:
+        attn = build("reference", "WindowOneShort", device, capacity=capacity)
+    assert warned[0].filename == __file__
+    step = step_of(device)
+    q = torch.full((12, 2, 64), torch.nan, dtype=SPEC.dtype, device=device)
+    q[: step.q.shape[0]] = step.q  # a padding row is never drawn
+    attn.plan(step.page_table, step.qo_indptr)
+    attn.run(q, step.kv_cache)
+    assert attn.shadow.counts == (1, 1, 1, 1, 0)
+
+
+@pytest.mark.gpu
+def test_under_graph_capture_it_is_silent(device):
+    require_support("triton", SPEC, PAGE_SIZE, device)
+    step = step_of(device)
+    capacity = Capacity(4, step.q.shape[0], 20)
+    with pytest.warns(UserWarning, match="CUDA graph"):
+        attn = build("triton", "reference", device, capacity=capacity, on_mismatch="raise")
+    serve(attn, step)
+    attn.plan(step.page_table, step.qo_indptr)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attn.run(step.q, step.kv_cache)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert attn.shadow.counts == (2, 1, 0, 0, 0)
+
+
+def test_inside_torch_compile_it_is_silent(device, monkeypatch):
+    attn = build("reference", "WindowOneShort", device)
+    step = step_of(device)
+    attn.plan(step.page_table, step.qo_indptr)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    attn.run(step.q, step.kv_cache)
+    assert attn.shadow.counts == (1, 0, 0, 0, 0)
+
+
+def test_one_shadow_serves_many_objects(device):
+    shadow = Shadow("WindowOneShort", every=1)
+    objects = [
+        PagedAttention(SPEC, PAGE_SIZE, backend="reference", device=device, shadow=shadow)
+        for _ in range(2)
+    ]
+    serve(objects[0], step_of(device))
+    assert [attn.shadow.counts.checked for attn in objects] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "cutlass"}, "unknown shadow backend 'cutlass', expected one of flashinfer"),
+        ({"every": 0}, "every must be an integer of at least 1, got 0"),
+        ({"every": 2.5}, r"every must be an integer of at least 1, got 2\.5"),
+        ({"rows": 0}, "rows must be an integer of at least 1, got 0"),
+        ({"rows": True}, "rows must be an integer of at least 1, got True"),
+        ({"max_capsules": 0}, "max_capsules must be an integer of at least 1, got 0"),
+        ({"on_mismatch": "exit"}, r"on_mismatch must be one of \('log', .*\), got 'exit'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Shadow(**{"backend": "triton", **arguments})
+
+
+def test_a_backend_cannot_be_its_own_shadow(device):
+    with pytest.raises(ValueError, match="are both 'reference', expected two"):
+        build("reference", "reference", device)
+
+
+def test_a_shadow_that_cannot_compute_this_is_refused_with_every_reason(device):
+    with pytest.raises(UnsupportedSpec, match="'CannotCompute'") as error:
+        build("reference", "CannotCompute", device)
+    assert error.value.reasons == ["too wide", "too old"]
+
+
+def test_it_is_exported_where_users_look():
+    from pagedattn import checking
+
+    assert pagedattn.Shadow is checking.Shadow is Shadow
+    with pytest.raises(AttributeError, match="no attribute 'Shadows'"):
+        _ = pagedattn.Shadows
