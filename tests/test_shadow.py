@@ -108,8 +108,8 @@ def test_without_a_shadow_there_is_none(device):
 def test_right_backends_agree_on_every_kind_of_step(backend, device, causal, caplog):
     spec = replace(SPEC, dtype=half(backend), causal=causal)
     other = "triton" if backend == "reference" else "reference"
-    require_support(backend, spec, PAGE_SIZE, device)
-    require_support(other, spec, PAGE_SIZE, device)
+    for name in (backend, other):
+        require_support(name, spec, PAGE_SIZE, device)
     attn = build(backend, other, device, spec, on_mismatch="raise")
     shapes = [LENGTHS, ((), ()), ((9, 30, 1), (1, 1, 1)), ((4, 4), (0, 0))]
     for seed, lengths in enumerate(shapes):
@@ -220,10 +220,11 @@ def test_a_step_that_is_planned_and_not_run_is_no_trouble(device):
 
 
 def test_no_tensor_of_a_step_is_kept(backend, device):
-    require_support(backend, SPEC, PAGE_SIZE, device)
+    spec = replace(SPEC, dtype=half(backend))
     other = "triton" if backend == "reference" else "reference"
-    require_support(other, SPEC, PAGE_SIZE, device)
-    attn = build(backend, other, device)
+    for name in (backend, other):
+        require_support(name, spec, PAGE_SIZE, device)
+    attn = build(backend, other, device, spec)
     assert_nothing_kept(attn, device)
     assert attn.shadow.counts == (1, 1, 0, 0, 0)
 
