@@ -57,6 +57,7 @@ class _Step:
     num_table_pages: int  # entries of the page table
     num_rows: int  # rows of q and out
     num_pages: int  # pages that a cache must have
+    is_watched: bool = False  # the shadow was told of it
 
 
 class PagedAttention:
@@ -144,9 +145,12 @@ class PagedAttention:
             self._backend.plan(table, qo_indptr)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
         num_table_pages = table.kv_indices.shape[0]
+        is_watched = self.shadow is not None
         if self.shadow is not None:
             self.shadow.begin_step(table, qo_indptr)
-        self._step = _Step(table.batch_size, num_tokens, num_table_pages, num_rows, num_pages)
+        self._step = _Step(
+            table.batch_size, num_tokens, num_table_pages, num_rows, num_pages, is_watched
+        )
 
     @property
     def write_slots(self) -> Tensor:
@@ -210,7 +214,7 @@ class PagedAttention:
         if step.num_rows:
             with on_device(self.device):
                 self._backend.run(q, k_pages, v_pages, out, lse)
-            if self.shadow is not None:
+            if self.shadow is not None and step.is_watched:
                 self.shadow.after_run(q, k_pages, v_pages, out, lse)
         return out
 

@@ -29,10 +29,17 @@ def test_page_sizes_at_their_edges(backend, device, page_size):
     assert_agrees(backend, batch_of(spec, page_size, kv_lens, (1, 1, 2, 1, 3)), device)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 5, 6, 7, 8, 12, 24, 48])
+@pytest.mark.parametrize("group_size", [1, 3, 5, 6, 7, 8, 12, 16, 24, 32, 48])
 def test_ratios_of_query_heads_to_kv_heads(backend, device, group_size):
     spec = AttentionSpec(2 * group_size, 2, 64, half(backend))
     assert_agrees(backend, batch_of(spec, 16, (33, 20), (1, 7)), device)
+
+
+@pytest.mark.parametrize(("group_size", "head_dim"), [(128, 64), (64, 256)])
+def test_many_query_heads_on_one_kv_head(backend, device, group_size, head_dim):
+    """Tiles that grow with the ratio and the head size must still fit on the chip."""
+    spec = AttentionSpec(group_size, 1, head_dim, half(backend))
+    assert_agrees(backend, batch_of(spec, 16, (33, 20), (1, 3)), device)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96, 128, 192, 256])
@@ -167,6 +174,27 @@ def test_strided_caches(backend, device, layout):
     attn.plan(step.page_table, step.qo_indptr)
     comparison = check_backend(backend, step, attend=lambda s: attn.run_return_lse(s.q, strided))
     assert comparison.ok, comparison.worst
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_strides_of_axes_of_one_element_do_not_matter(backend, device, num_heads):
+    """One token, or one head, as slices of something larger: what cannot be stepped is dense."""
+    spec = AttentionSpec(num_heads, 1, 64, half(backend))
+    require_support(backend, spec, 4, device)
+    step = batch_of(spec, 4, (14,), (1,)).materialise(device)
+    q = odd_strides(step.q, (999, 64 if num_heads > 1 else 777, 1))
+    kv_cache = odd_strides(step.kv_cache, (*step.kv_cache.stride()[:3], 777, 1))
+    attn = PagedAttention(spec, 4, backend=backend, device=device)
+    attn.plan(step.page_table, step.qo_indptr)
+    comparison = check_backend(backend, step, attend=lambda _: attn.run_return_lse(q, kv_cache))
+    assert comparison.ok, comparison.worst
+
+
+def odd_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same elements with other strides, which matter where an axis has more than one."""
+    strided = tensor.clone().as_strided(tensor.shape, strides)
+    assert torch.equal(strided.nan_to_num(), tensor.nan_to_num())
+    return strided
 
 
 def test_strided_queries(backend, device):

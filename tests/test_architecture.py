@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pagedattn
@@ -91,6 +92,18 @@ def test_backends_never_import_one_another_and_kernels_import_only_kernels():
             if home(name) == "kernels" and home(used) != "kernels":
                 wrong.append(f"{name} imports {used}")
     assert not wrong
+
+
+def test_checks_of_what_users_give_are_no_asserts():
+    """`python -O` drops asserts: each is of our own bugs, and says so here."""
+    ours = {"precompile/runner": 1, "checking/mismatch": 1}
+    found = Counter()
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).with_suffix("").as_posix()
+        found[name] += sum(
+            isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))
+        )
+    assert {name: number for name, number in found.items() if number} == ours
 
 
 def run_python(code: str) -> str:

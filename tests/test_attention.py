@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pagedattn import (
     PagedAttention,
     PageTable,
     UnsupportedSpec,
+    attention,
     backend_names,
     backends,
     unsupported_reasons,
@@ -222,6 +224,58 @@ def test_an_unknown_option_is_refused(backend, device):
         PagedAttention(SPEC, PAGE_SIZE, backend=backend, device=device, logits_soft_cap=30.0)
 
 
+@pytest.mark.parametrize(
+    "option", ["window_left", "logits_soft_cap", "sm_scale", "causal", "sinks"]
+)
+def test_an_option_that_comes_late_is_refused(attn, device, option):
+    """Options belong to the spec: one that plan or run took and ignored would be a wrong answer."""
+    step = step_of(device)
+    before = run(attn, step)
+    with pytest.raises(TypeError, match=option):
+        attn.plan(step.page_table, step.qo_indptr, **{option: 1})
+    for call in (attn.run, attn.run_return_lse):
+        with pytest.raises(TypeError, match=option):
+            call(step.q, step.kv_cache, **{option: 1})
+    assert_same_bits(attn.run_return_lse(step.q, step.kv_cache), before)
+
+
+class OnItsDevice(backends.load_backend("reference")):
+    """A backend that notes whether its device was made the current one."""
+
+    entered: list = []  # what `on_device` was entered with, not yet left
+    calls: list = []
+
+    def __init__(self, spec, page_size, device, capacity):
+        super().__init__(spec, page_size, device, capacity)
+        self.calls.append(("build", *self.entered))
+
+    def plan(self, page_table, qo_indptr):
+        super().plan(page_table, qo_indptr)
+        self.calls.append(("plan", *self.entered))
+
+    def run(self, q, k_pages, v_pages, out, lse):
+        super().run(q, k_pages, v_pages, out, lse)
+        self.calls.append(("run", *self.entered))
+
+
+def test_a_backend_is_built_planned_and_run_with_its_device_as_the_current_one(device, monkeypatch):
+    """Kernels launch on the current device, wherever their tensors are."""
+
+    @contextmanager
+    def noted(entered):
+        OnItsDevice.entered.append(entered)
+        yield
+        OnItsDevice.entered.pop()
+
+    monkeypatch.setattr(attention, "on_device", noted)
+    monkeypatch.setattr(OnItsDevice, "calls", [])
+    entry = backends._Entry(f"{__name__}.OnItsDevice", needs="torch", install="")
+    monkeypatch.setitem(backends._BACKENDS, "noting", entry)
+    attn = PagedAttention(SPEC, PAGE_SIZE, backend="noting", device=device)
+    run(attn, step_of(device))
+    assert OnItsDevice.calls == [(what, device) for what in ("build", "plan", "run")]
+
+
 def test_repr_says_what_it_is_and_whether_it_has_a_plan(attn, device):
     text = repr(attn)
     for part in ("num_qo_heads=4", "page_size=4", repr(attn.backend), str(device), "no plan"):
@@ -233,6 +287,21 @@ def test_repr_says_what_it_is_and_whether_it_has_a_plan(attn, device):
 def test_a_device_is_named_fully(device):
     attn = PagedAttention(SPEC, PAGE_SIZE, backend="reference")
     assert attn.device == device
+
+
+@pytest.mark.gpu
+def test_planning_and_running_host_tables_waits_for_nothing(attn, device):
+    if attn.backend == "reference":
+        pytest.skip("reference: reads lengths on the host in run")
+    step = step_of(device)
+    before = run(attn, step)  # compiles, and page-locks
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        answer = run(attn, step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_bits(answer, before)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -115,6 +116,31 @@ def test_the_kernel_itself_refuses_and_counts(device):
     expected[1, 0, :, 3] = 1.0
     expected[1, 2, :, 3] = 1.0
     assert torch.equal(pages, expected)
+
+
+def test_the_kernel_is_launched_with_the_pages_device_as_the_current_one(monkeypatch):
+    """Kernels launch on the current device, wherever their tensors are."""
+    pytest.importorskip("triton")
+    from pagedattn.kernels import append
+
+    current, launches = [], []
+
+    @contextmanager
+    def noted(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launches.append((args[3], *current))
+
+    monkeypatch.setattr(torch.cuda, "device_of", noted)
+    monkeypatch.setattr(append, "_append_kernel", Kernel())
+    pages, rows = torch.zeros(3, 2, 4, 2, 16), torch.ones(1, 2, 16)
+    append.launch_append(rows, rows, torch.tensor([5]), pages, torch.zeros(1, dtype=torch.int32))
+    ((written, device_of),) = launches
+    assert written is device_of is pages
 
 
 def test_minus_one_is_skipped_and_no_tokens_are_legal(device):

@@ -1,10 +1,13 @@
-"""Offsets beyond 32 bits: pages, query rows and slots that only 64-bit arithmetic reaches."""
+"""Offsets beyond 32 bits: pages, query rows and slots that only 64-bit arithmetic reaches.
+
+And batches of more requests than anybody had in mind.
+"""
 
 import pytest
 import torch
 from attention_steps import half, require_support
 
-from pagedattn import AttentionSpec, PagedAttention, PageTable
+from pagedattn import AttentionSpec, PagedAttention, PagedKVCache, PageTable
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.compare import check_backend
 
@@ -73,3 +76,38 @@ def test_query_rows_beyond_2_to_the_31_elements(backend, device):
         assert torch.equal(out[rows], v[rows].repeat_interleave(8, dim=1))
         scores = (q[rows].double() * k[rows].repeat_interleave(8, dim=1).double()).sum(-1)
         torch.testing.assert_close(lse[rows].double(), scores * spec.scale, rtol=0, atol=1e-4)
+
+
+def test_appends_on_both_sides_of_2_to_the_31_and_32_elements(device):
+    spec = AttentionSpec(8, 8, 128, torch.bfloat16)
+    num_pages = 131072 + 8  # of 2 ** 15 elements
+    require_memory(num_pages * 2**16 + 2**30)
+    cache = PagedKVCache(1, num_pages, 16, spec, device)
+    slots = [16 * page + offset for page in (65535, 65536, 131071, 131072) for offset in (0, 15)]
+    rows = torch.arange(1, len(slots) + 1, device=device, dtype=torch.bfloat16)
+    k = rows[:, None, None].expand(-1, 8, 128)
+    cache.append(0, k, -k, torch.tensor(slots, device=device))
+    cache.raise_if_refused()
+    for row, slot in zip(rows.tolist(), slots, strict=True):
+        page, offset = divmod(slot, 16)
+        assert (cache[0][page, 0, offset] == row).all()
+        assert (cache[0][page, 1, offset] == -row).all()
+    written = sum(int(part.count_nonzero()) for part in cache[0].split(8192))
+    assert written == len(slots) * 2 * 8 * 128  # and nowhere else
+
+
+@pytest.mark.parametrize("batch_size", [16384, 16385, 16600])
+def test_batches_beyond_16384_requests(backend, device, batch_size):
+    """A work list of a fixed length would be written past its end."""
+    if backend == "reference":
+        pytest.skip("reference: a Python loop over 16 thousand requests")
+    spec = AttentionSpec(4, 1, 64, half(backend))
+    require_support(backend, spec, 16, device)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (batch_size, 2, 16, 1, 64)
+    kv_cache = torch.randn(shape, generator=generator, device=device).to(spec.dtype)
+    q = torch.randn(batch_size, 4, 64, generator=generator, device=device).to(spec.dtype)
+    attn = PagedAttention(spec, 16, backend=backend, device=device)
+    attn.plan(PageTable.from_lengths([1] * batch_size, 16))
+    # each query sees one key, so its output is that key's value, exactly
+    assert torch.equal(attn.run(q, kv_cache), kv_cache[:, 1, 0].expand(-1, 4, -1))

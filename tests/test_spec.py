@@ -39,6 +39,7 @@ def test_a_spec_is_a_value():
         ({"num_kv_heads": 3}, "num_qo_heads=4 must be divisible by num_kv_heads=3"),
         ({"num_kv_heads": 8}, "num_qo_heads=4 must be divisible by num_kv_heads=8"),
         ({"dtype": torch.float64}, "dtype must be one of .* got torch.float64"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be one of .* got torch.float8_e4m3fn"),
         ({"dtype": torch.int32}, "dtype must be one of .* got torch.int32"),
         ({"window_left": -2}, r"window_left must be -1 \(unbounded\) or at least 0, got -2"),
         ({"sm_scale": 0.0}, "sm_scale must be finite and above 0, got 0.0"),

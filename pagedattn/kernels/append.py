@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,21 +63,22 @@ def launch_append(k: Tensor, v: Tensor, slots: Tensor, pages: Tensor, num_refuse
     num_pages, _, page_size, num_heads, head_dim = pages.shape
     row = num_heads * head_dim
     block = min(triton.next_power_of_2(row), MAX_BLOCK)
-    _append_kernel[(triton.cdiv(k.shape[0], TOKENS), triton.cdiv(row, block))](
-        k,
-        v,
-        slots,
-        pages,
-        num_refused,
-        k.shape[0],
-        num_pages * page_size,
-        page_size,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        HEAD_DIM=head_dim,
-        ROW=row,
-        TOKENS=TOKENS,
-        BLOCK=block,
-    )
+    with torch.cuda.device_of(pages):  # a kernel launches on the current device
+        _append_kernel[(triton.cdiv(k.shape[0], TOKENS), triton.cdiv(row, block))](
+            k,
+            v,
+            slots,
+            pages,
+            num_refused,
+            k.shape[0],
+            num_pages * page_size,
+            page_size,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            HEAD_DIM=head_dim,
+            ROW=row,
+            TOKENS=TOKENS,
+            BLOCK=block,
+        )
