@@ -62,19 +62,20 @@ class Engine:
     def step(self, num_new):
         """Extend requests 0, 1, 2 and attend; the step with contiguous pages, and the answer."""
         grown = []
+        empty = self.draw(0, 2, self.spec.num_kv_heads, self.spec.head_dim)
         for request, number in enumerate(num_new):
             try:
                 self.cache.extend(request, number)
             except OutOfPages:
                 continue
             grown.append((request, number))
-            empty = self.draw(0, 2, self.spec.num_kv_heads, self.spec.head_dim)
             new = self.draw(number, *empty.shape[1:])
             self.tokens[request] = torch.cat([self.tokens.get(request, empty), new])
         requests, qo_lens = [r for r, _ in grown], [n for _, n in grown]
         qo_indptr = torch.tensor([0, *qo_lens]).cumsum(0).int()
         self.attn.plan(self.cache.allocator.page_table(requests), qo_indptr)
-        new = torch.cat([self.tokens[r][self.tokens[r].shape[0] - n :] for r, n in grown])
+        new = [self.tokens[r][self.tokens[r].shape[0] - n :] for r, n in grown]
+        new = torch.cat([empty, *new])
         self.cache.append(0, new[:, 0], new[:, 1], self.attn.write_slots)
         q = self.draw(sum(qo_lens), self.spec.num_qo_heads, self.spec.head_dim)
         answer = self.attn.run_return_lse(q, self.cache[0])

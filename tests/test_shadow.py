@@ -2,102 +2,34 @@
 
 import gc
 import logging
-import re
 import weakref
 from dataclasses import replace
 
+import planted_backends
 import pytest
 import torch
-from attention_steps import batch_of, half, require_support
-from click.testing import CliRunner
+from attention_steps import half, require_support
+from planted_backends import (  # noqa: F401
+    LENGTHS,
+    PAGE_SIZE,
+    SPEC,
+    build,
+    looked_at,
+    planted,
+    serve,
+    step_of,
+)
 
 import pagedattn
-from pagedattn import AttentionSpec, Capacity, PagedAttention, Shadow, UnsupportedSpec, backends
-from pagedattn.backends.reference import ReferenceBackend
+from pagedattn import Capacity, PagedAttention, Shadow, UnsupportedSpec
 from pagedattn.checking import ShadowMismatch, arbitration
-from pagedattn.checking.capsule import load_capsule
-from pagedattn.checking.diagnose import diagnose
-from pagedattn.checking.shadow import QUERIES_BEFORE
-from pagedattn.cli import main
 
-SPEC = AttentionSpec(2, 1, 64, dtype=torch.float16, window_left=9)
-PAGE_SIZE = 4
-LENGTHS = (40, 3, 0, 17), (6, 1, 2, 0)  # kv_lens, qo_lens: request 2 sees no key
-
-
-class WindowOneShort(ReferenceBackend):
-    """Sees one key too few."""
-
-    def __init__(self, spec, page_size, device, capacity):
-        super().__init__(
-            replace(spec, window_left=spec.window_left - 1), page_size, device, capacity
-        )
-
-
-class BlindRowsAnswerOne(ReferenceBackend):
-    """A row that sees no key gives 1."""
-
-    def run(self, q, k_pages, v_pages, out, lse):
-        super().run(q, k_pages, v_pages, out, lse)
-        out[(out == 0).flatten(1).all(1)] = 1
-
-
-class NeverWrites(ReferenceBackend):
-    """Leaves its outputs as they are."""
-
-    def run(self, q, k_pages, v_pages, out, lse):
-        pass
-
-
-class Breaks(ReferenceBackend):
-    """Raises an error."""
-
-    def run(self, q, k_pages, v_pages, out, lse):
-        raise RuntimeError("no more memory")
-
-
-class CannotCompute(ReferenceBackend):
-    """Supports nothing."""
-
-    @classmethod
-    def unsupported_reasons(cls, spec, page_size, device):
-        return ["too wide", "too old"]
-
-
-@pytest.fixture(autouse=True)
-def planted(monkeypatch):
-    """The wrong backends above, by their class names."""
-    for made in (WindowOneShort, BlindRowsAnswerOne, NeverWrites, Breaks, CannotCompute):
-        entry = backends._Entry(f"{__name__}.{made.__name__}", needs="torch", install="")
-        monkeypatch.setitem(backends._BACKENDS, made.__name__, entry)
+pytestmark = pytest.mark.usefixtures("planted")
 
 
 @pytest.fixture(autouse=True)
 def listening(caplog):
     caplog.set_level(logging.INFO, logger="pagedattn")
-
-
-def step_of(device, lengths=LENGTHS, spec=SPEC, seed=0):
-    return batch_of(spec, PAGE_SIZE, *lengths, seed=seed).materialise(device)
-
-
-def build(served, other, device, spec=SPEC, *, every=1, capacity=None, **options):
-    shadow = Shadow(other, every, **options)
-    return PagedAttention(
-        spec, PAGE_SIZE, backend=served, device=device, capacity=capacity, shadow=shadow
-    )
-
-
-def serve(attn, step, layers=1):
-    attn.plan(step.page_table, step.qo_indptr)
-    for _ in range(layers):
-        attn.run_return_lse(step.q, step.kv_cache)
-
-
-def looked_at(caplog):
-    """(step, layer) of each mismatch that was logged."""
-    found = [re.search(r"step (\d+), layer (\d+),", record.message) for record in caplog.records]
-    return [(int(match[1]), int(match[2])) for match in found if match]
 
 
 def test_without_a_shadow_there_is_none(device):
@@ -251,82 +183,6 @@ def assert_nothing_kept(attn, device):
     assert [ref() for ref in watched] == [None] * 7
 
 
-@pytest.mark.parametrize("pair", [False, True])
-def test_a_capsule_is_written_and_replays(device, tmp_path, caplog, pair):
-    folder = tmp_path / "some where"
-    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=folder)
-    step = step_of(device, ((40, 90), (6, 80)))
-    kv_cache = tuple(step.kv_cache.transpose(0, 1).clone()) if pair else step.kv_cache
-    attn.plan(step.page_table, step.qo_indptr)
-    attn.run_return_lse(step.q, kv_cache)
-    (path,) = folder.iterdir()
-    assert re.fullmatch(r"shadow-WindowOneShort-step0-layer0-\d+-0\.safetensors", path.name)
-    command = caplog.records[-1].message
-    assert f"pagedattn replay '{path}' --backend WindowOneShort" in command
-
-    capsule = load_capsule(path)
-    assert capsule.metadata.num_pages == step.kv_cache.shape[0]
-    pages = capsule.original_table.kv_indices.tolist()
-    assert pages in [step.page_table.pages_of(r)[: len(pages)].tolist() for r in (0, 1)]
-    assert 1 < capsule.step.q.shape[0] <= QUERIES_BEFORE + 1
-    assert diagnose(capsule.step, capsule.got).names[0] == "window one key short"
-    arguments = ["replay", str(path), "--device", "cpu", "--backend"]
-    for backend, code in (("WindowOneShort", 1), ("reference", 0)):
-        result = CliRunner().invoke(main, [*arguments, backend])
-        assert result.exit_code == code, result.output
-        assert "Diagnosis: window one key short" in result.output
-
-
-def test_a_capsule_of_the_shadows_fault_holds_the_shadows_answer(device, tmp_path):
-    attn = build("reference", "WindowOneShort", device, on_mismatch="capsule", capsule_dir=tmp_path)
-    serve(attn, step_of(device))
-    (path,) = tmp_path.iterdir()
-    capsule = load_capsule(path)
-    assert capsule.metadata.backend == "WindowOneShort"
-    assert "WindowOneShort (shadow) is WRONG" in capsule.metadata.problem
-    assert diagnose(capsule.step, capsule.got).names[0] == "window one key short"
-
-
-def test_a_capsule_without_an_lse_holds_the_right_one(device, tmp_path):
-    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=tmp_path)
-    step = step_of(device)
-    attn.plan(step.page_table, step.qo_indptr)
-    attn.run(step.q, step.kv_cache)
-    (path,) = tmp_path.iterdir()
-    capsule = load_capsule(path)
-    assert torch.equal(capsule.got.lse, capsule.expected.lse)
-    assert "window one key short" in diagnose(capsule.step, capsule.got).names
-
-
-def test_capsules_end_and_logging_goes_on(device, tmp_path, caplog):
-    attn = build(
-        "WindowOneShort", "reference", device,
-        on_mismatch="capsule", capsule_dir=tmp_path, max_capsules=2,
-    )  # fmt: skip
-    for _ in range(4):
-        serve(attn, step_of(device))
-    assert len(list(tmp_path.iterdir())) == 2
-    assert len(looked_at(caplog)) == 4
-
-
-def test_objects_that_share_a_folder_do_not_overwrite_one_anothers_capsules(device, tmp_path):
-    for _ in range(2):
-        attn = build(
-            "WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=tmp_path
-        )
-        serve(attn, step_of(device))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_folder_that_cannot_be_written_is_said_and_serving_goes_on(device, tmp_path, caplog):
-    blocked = tmp_path / "file"
-    blocked.write_text("in the way")
-    attn = build("WindowOneShort", "reference", device, on_mismatch="capsule", capsule_dir=blocked)
-    serve(attn, step_of(device))
-    assert len(looked_at(caplog)) == 1
-    assert "no capsule written" in caplog.records[-1].message
-
-
 def test_an_error_of_the_shadow_is_logged_and_serving_goes_on(device, caplog):
     attn = build("reference", "Breaks", device)
     step = step_of(device)
@@ -348,7 +204,7 @@ def test_with_a_capacity_it_warns_and_looks_at_eager_runs(device):
     capacity = Capacity(max_batch_size=4, max_tokens=12, max_pages=20)
     with pytest.warns(UserWarning, match="steps that a CUDA graph replays go unchecked") as warned:
         attn = build("reference", "WindowOneShort", device, capacity=capacity)
-    assert warned[0].filename == __file__
+    assert warned[0].filename == planted_backends.__file__  # `build`, which makes the object
     step = step_of(device)
     q = torch.full((12, 2, 64), torch.nan, dtype=SPEC.dtype, device=device)
     q[: step.q.shape[0]] = step.q  # a padding row is never drawn

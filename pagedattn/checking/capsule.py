@@ -10,7 +10,8 @@ the pages in use alone, bit for bit, unused slots included.
 | `page_ids` | i32[pages], the number that each kept page had in its cache |
 | `q`, `kv_cache` | as in `Step`; `kv_cache` holds the kept pages |
 | `expected_out`, `expected_lse` | f64, the right answer |
-| `got_out`, `got_lse` | the answer that was wrong; absent where there was an error instead |
+| `got_out` | the answer that was wrong; absent where there was an error instead |
+| `got_lse` | likewise; absent too where no LSE was asked for |
 
 Capsules come from strangers. `load_capsule` looks at the file's size, then at its header, then at
 shapes and dtypes, before it reads a tensor; then tables are checked against one another, and what
@@ -32,7 +33,6 @@ from torch import Tensor
 
 from pagedattn.attention import AttentionOutput
 from pagedattn.checking.capsule_checks import (
-    GOT,
     MAX_HEADER_BYTES,
     check_file,
     check_layout,
@@ -68,6 +68,7 @@ class Capsule:
     page_ids: Tensor  # i32[pages]  the number of each kept page in its cache
     expected: AttentionOutput  # f64[tokens, num_qo_heads, head_dim], f64[tokens, num_qo_heads]
     got: AttentionOutput | None  # None: the backend raised an error
+    has_lse: bool = True  # False: no LSE was asked for, and that of `got` is the right one
 
     @property
     def original_table(self) -> PageTable:
@@ -155,7 +156,8 @@ def write_capsule(path: Path, capsule: Capsule) -> None:
         "expected_lse": capsule.expected.lse,
     }
     if capsule.got is not None:
-        tensors |= {"got_out": capsule.got.out, "got_lse": capsule.got.lse}
+        tensors |= {"got_out": capsule.got.out}
+        tensors |= {"got_lse": capsule.got.lse} if capsule.has_lse else {}
     # a clone: safetensors refuses tensors that share memory
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     written = capsule.metadata.to_json()
@@ -211,10 +213,9 @@ def _capsule(metadata: CapsuleMetadata, tensors: Mapping[str, Tensor]) -> Capsul
     )
     q, qo_indptr, page_ids = tensors["q"], tensors["qo_indptr"], tensors["page_ids"]
     check_table(metadata, table, qo_indptr, page_ids, q.shape[0])
-    return Capsule(
-        metadata,
-        Step(metadata.spec, table, qo_indptr, q, tensors["kv_cache"]),
-        page_ids,
-        AttentionOutput(tensors["expected_out"], tensors["expected_lse"]),
-        AttentionOutput(*(tensors[name] for name in GOT)) if GOT[0] in tensors else None,
-    )
+    expected = AttentionOutput(tensors["expected_out"], tensors["expected_lse"])
+    got = None
+    if "got_out" in tensors:
+        got = AttentionOutput(tensors["got_out"], tensors.get("got_lse", expected.lse))
+    step = Step(metadata.spec, table, qo_indptr, q, tensors["kv_cache"])
+    return Capsule(metadata, step, page_ids, expected, got, got is None or "got_lse" in tensors)

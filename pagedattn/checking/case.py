@@ -25,6 +25,7 @@ class Case:
     bound: Bound
     arithmetic: Arithmetic
     earlier: Sequence[Step] = ()
+    has_lse: bool = True  # False: no LSE was asked for, and that of `got` is the right one
 
     @cached_property
     def wrong(self) -> tuple[Tensor, Tensor]:

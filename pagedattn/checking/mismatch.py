@@ -96,7 +96,7 @@ def capsule_of(
         spec: The layer kind.
         rows: The rows.
         run: What to read them from.
-        answer: Of the backend that is wrong; an LSE that was not asked for is kept as float64's.
+        answer: Of the backend that is wrong.
         problem: In words.
     """
     step, page_ids = host_step(spec, rows, run.q, run.k_pages, run.v_pages)
@@ -109,4 +109,5 @@ def capsule_of(
         problem=printable(problem),
         versions=versions_here(),
     )
-    return Capsule(metadata, step, page_ids, expected, answer.with_lse(expected.lse))
+    got = answer.with_lse(expected.lse)
+    return Capsule(metadata, step, page_ids, expected, got, has_lse=answer.lse is not None)

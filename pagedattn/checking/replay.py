@@ -99,7 +99,7 @@ def _verdicts_of_kept(capsule: Capsule) -> list[str]:
         return [*lines, "kept answer: none, there was an error instead"]
     comparison = compare(capsule.got, expected, bound)
     lines.append(f"kept answer: {backend} vs {_verdict(backend, step, comparison)}")
-    found = diagnose(step, capsule.got, arithmetic=arithmetic_of(backend))
+    found = diagnose(step, capsule.got, arithmetic=arithmetic_of(backend), has_lse=capsule.has_lse)
     return lines if found is None else [*lines, *str(found).splitlines()]
 
 
