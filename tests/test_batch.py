@@ -10,6 +10,8 @@ from hypothesis import given
 from pagedattn import AttentionSpec
 from pagedattn.checking.batch import GARBAGE_KINDS, VALUE_KINDS, Batch
 from pagedattn.checking.dense import dense_blocks, masked_scores, visible_mask
+from pagedattn.checking.real_activations import KEPT_LAYERS
+from pagedattn.integrations.layer_inputs import load_layer_inputs
 from pagedattn.testing import batches
 
 SPEC = AttentionSpec(4, 2, 64, torch.float32)
@@ -122,6 +124,70 @@ def test_constant_values_are_constant_and_a_zero_query_is_zero():
     assert len(rows) == 9
     assert (rows == rows[0]).all()
     assert (batch_of(SPEC, 4, (9,), (1,), values="zero_query").materialise().q == 0).all()
+
+
+def test_real_activations_are_those_of_the_model_in_their_groups():
+    spec = AttentionSpec(9, 3, 64, torch.float32)
+    batch = batch_of(spec, 4, (150, 9), (100, 12), values="real_activations")
+    step = batch.materialise()
+    kept = load_layer_inputs(KEPT_LAYERS).values()
+    layer = next(x for x in kept if step.q.abs().max() == x.q.float().abs().max())
+    for request in (0, 1):
+        pages = step.kv_cache[step.page_table.pages_of(request).long()]
+        k, v = pages.transpose(0, 1).flatten(1, 2)[:, : batch.kv_lens[request]]
+        begin, end = step.qo_indptr[request : request + 2].tolist()
+        # heads are turned round by as many groups, the same for q, K and V
+        tokens = [token_of(layer, k[j], v[j]) for j in range(len(k))]
+        turns = {turn for _, turn in tokens}
+        assert len(turns) == 1
+        turned = layer.q.float().roll(-3 * turns.pop(), dims=1)
+        for row in range(begin, end):
+            position = batch.kv_lens[request] - end + row
+            if position >= 0:
+                assert torch.equal(step.q[row], turned[tokens[position][0]])
+
+
+def token_of(layer, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    """Which token's K and V these are, and by how many heads they are turned round."""
+    for turn in range(3):
+        is_k = (layer.k.float().roll(-turn, dims=1) == k).all(-1).all(-1)
+        is_v = (layer.v.float().roll(-turn, dims=1) == v).all(-1).all(-1)
+        if (is_k & is_v).any():
+            return int((is_k & is_v).nonzero()[0]), turn
+    raise AssertionError("no token of this layer has this key and value")
+
+
+def test_real_activations_come_from_every_layer_and_no_two_pages_are_alike():
+    spec = AttentionSpec(2, 1, 64, torch.float32)
+    largest = set()
+    for seed in range(20):
+        batch = batch_of(spec, 17, (680,), (1,), values="real_activations", seed=seed)
+        cache = batch.materialise().kv_cache[list(batch.pages[0])]
+        largest.add(float(cache[:, 1].abs().max()) > 1)  # layer 29 has large values
+        pages = cache.flatten(1)
+        assert len(pages.unique(dim=0)) > 12  # of 40; a lap has four
+    assert largest == {True, False}
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (48, 1), (20, 4)])
+def test_real_activations_fit_heads_of_every_kind(head_dim, heads):
+    spec = AttentionSpec(*heads, head_dim, torch.float32)
+    step = batch_of(spec, 4, (80, 3), (9, 8), values="real_activations").materialise()
+    kept = load_layer_inputs(KEPT_LAYERS).values()
+    real_q, real_k = (
+        torch.cat([getattr(layer, name).float().flatten(0, 1) for layer in kept]) for name in "qk"
+    )
+    k = step.kv_cache[:, 0].flatten(0, 1)
+    for got, real in ((step.q, real_q), (k[~k.isnan().flatten(1).any(1)], real_k)):
+        for part in got.flatten(0, 1).split(64, dim=1):
+            assert is_row_of(part, real[:, : part.shape[1]])
+
+
+def is_row_of(rows: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether every row is one of the table's."""
+    known = set(map(tuple, table.tolist()))
+    return all(tuple(row) in known for row in rows.tolist())
 
 
 @pytest.mark.parametrize("values", VALUE_KINDS)

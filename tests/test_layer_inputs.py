@@ -1,16 +1,13 @@
 """Real activations, captured once and kept here: every backend on them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from attention_steps import require_support
 
 from pagedattn.checking.compare import check_backend
+from pagedattn.checking.real_activations import KEPT_LAYERS as KEPT
 from pagedattn.checking.transforms import last_queries
 from pagedattn.integrations.layer_inputs import load_layer_inputs, save_layer_inputs
-
-KEPT = Path(__file__).parent / "data" / "smollm2_layers.safetensors"
 
 
 @pytest.mark.parametrize("layer", [0, 29])

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pagedattn.checking.real_activations import real_tokens
 from pagedattn.checking.step import Step
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
@@ -23,6 +24,7 @@ VALUE_KINDS = (
     "loud_key",  # one key of each request, at an edge of what is visible, outweighs the rest
     "constant_values",  # the same V everywhere: the output is V
     "zero_query",  # q = 0: the output is the mean of the visible V
+    "real_activations",  # what two layers of SmolLM2 were given, in the heads of the spec
 )
 GARBAGE_KINDS = ("nan", "infinity", "junk", "zeros")
 
@@ -167,6 +169,27 @@ def _shape_values(
             v.copy_(torch.randn(v.shape[2:], generator=generator))
         case "zero_query":
             q.zero_()
+        case "real_activations":
+            _put_real_activations(batch, q, contents, slots, generator)
+
+
+def _put_real_activations(
+    batch: Batch, q: Tensor, contents: Tensor, slots: list[Tensor], generator: torch.Generator
+) -> None:
+    """Give each request a stretch of real tokens; queries and keys of one position are one token's.
+
+    In a page that requests share, the last of them writes.
+    """
+    tokens = real_tokens(batch.spec, generator)
+    row = 0
+    for request_slots, kv_len, qo_len in zip(slots, batch.kv_lens, batch.qo_lens, strict=True):
+        # some queries may come before the first key
+        stretch = tokens.stretches(qo_len + kv_len, generator)
+        page, offset = request_slots // batch.page_size, request_slots % batch.page_size
+        contents[page, 0, offset] = tokens.k[stretch[qo_len:]]
+        contents[page, 1, offset] = tokens.v[stretch[qo_len:]]
+        q[row : row + qo_len] = tokens.q[stretch[kv_len:]]
+        row += qo_len
 
 
 def _plant_loud_keys(
