@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, unsupported_reasons
+from pagedattn import AttentionSpec, PagedAttention, unsupported_reasons
 from pagedattn.attention import AttentionOutput
 from pagedattn.backends.flashinfer.defects import FA2_LOW_SCORES, Call
 from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
@@ -24,6 +24,7 @@ from pagedattn.checking.drawing import (
     draw_page_size,
     draw_spec,
 )
+from pagedattn.checking.step import Step
 from pagedattn.testing import batches, page_sizes, specs
 
 
@@ -89,6 +90,30 @@ def assert_agrees(backend: str, batch: Batch, device: torch.device) -> None:
     assert comparison.ok, f"{comparison.worst} for {batch}"
 
 
+def padded(q: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`q` with rows of ones after its own, as an object with a capacity takes it."""
+    rows = torch.ones(num_rows, *q.shape[1:], dtype=q.dtype, device=q.device)
+    rows[: q.shape[0]] = q
+    return rows
+
+
+def assert_padded_answer(backend: str, step: Step, answer: AttentionOutput) -> None:
+    """The step's rows agree with float64; the padding's output is finite."""
+    rows = step.q.shape[0]
+    got = AttentionOutput(answer.out[:rows], answer.lse[:rows])
+    comparison = check_backend(backend, step, attend=lambda _: got)
+    assert comparison.ok, str(comparison.worst)
+    assert torch.isfinite(answer.out[rows:]).all()
+
+
+def scratch_of(attn: PagedAttention) -> list[torch.Tensor]:
+    """What a backend may find dirty: all that it writes before it reads."""
+    if attn.backend == "triton":
+        buffers = attn._backend._buffers
+        return [buffers.piece_acc, buffers.piece_ml, buffers.arrived, buffers.short_first]
+    return [attn._backend._workspace.tensor]
+
+
 def assert_related(got: AttentionOutput, expected: AttentionOutput, *bounds: Bound) -> None:
     """Two answers differ by no more than the sum of what their bounds allow."""
     bound = Bound(sum(b.out for b in bounds), sum(b.lse for b in bounds))
@@ -103,6 +128,33 @@ def assert_same_bits(got: AttentionOutput, expected: AttentionOutput) -> None:
     assert torch.equal(got.lse, expected.lse)
 
 
+def attention_kinds(
+    backend: str,
+    device: torch.device,
+    *,
+    max_window_left: int | None = None,
+    max_soft_cap: float = 50.0,
+    small: bool = False,
+) -> st.SearchStrategy[tuple[int, AttentionSpec]]:
+    """Page sizes and layer kinds within what the backend computes fast enough to be tested."""
+    on_gpu = device.type == "cuda"
+    head_dims, dtypes = HEAD_DIMS, [torch.float32, torch.bfloat16, torch.float16]
+    if backend == "flashinfer":  # see `half`
+        head_dims, dtypes, max_soft_cap = [64], [half(backend)], 0.0
+    if max_window_left is None:
+        max_window_left = longest_context(device, small)
+    max_qo_heads = 48 if on_gpu else 6 if small else 12
+    limits = SpecLimits(
+        max_qo_heads, tuple(head_dims), tuple(dtypes), max_window_left, max_soft_cap
+    )
+    return _kinds(limits, on_gpu)
+
+
+def longest_context(device: torch.device, small: bool) -> int:
+    """Keys of a request that the device makes cheap."""
+    return 3000 if device.type == "cuda" else 100 if small else 300
+
+
 def supported_batches(
     backend: str,
     device: torch.device,
@@ -114,31 +166,26 @@ def supported_batches(
 ) -> st.SearchStrategy[Batch]:
     """Batches that the backend supports, as large as the device makes cheap."""
     on_gpu = device.type == "cuda"
-    head_dims, dtypes = HEAD_DIMS, [torch.float32, torch.bfloat16, torch.float16]
-    if backend == "flashinfer":  # see `half`
-        head_dims, dtypes, max_soft_cap = [64], [half(backend)], 0.0
-    max_kv_len = 3000 if on_gpu else 100 if small else 300
-    if max_window_left is None:
-        max_window_left = max_kv_len
-    max_qo_heads = 48 if on_gpu else 6 if small else 12
-    limits = SpecLimits(
-        max_qo_heads, tuple(head_dims), tuple(dtypes), max_window_left, max_soft_cap
+    kinds = attention_kinds(
+        backend, device, max_window_left=max_window_left, max_soft_cap=max_soft_cap, small=small
     )
-    drawn = _kinds(limits, on_gpu).flatmap(
+    drawn = kinds.flatmap(
         lambda kind: batches(
             mode=mode,
             page_sizes=st.just(kind[0]),
             specs=st.just(kind[1]),
             max_batch_size=8 if on_gpu else 3 if small else 4,
-            max_kv_len=max_kv_len,
+            max_kv_len=longest_context(device, small),
             max_work=1000 if on_gpu else 3 if small else 12,
         )
     )
-    return drawn.map(_without_low_scores) if _lacks_low_scores(backend) else drawn
+    return drawn.map(lambda batch: with_supported_values(backend, batch))
 
 
-def _without_low_scores(batch: Batch) -> Batch:
-    return replace(batch, values="normal") if batch.values == "low_scores" else batch
+def with_supported_values(backend: str, batch: Batch) -> Batch:
+    """The batch, with normal values where it has low scores and the backend lacks them."""
+    is_lacking = batch.values == "low_scores" and _lacks_low_scores(backend)
+    return replace(batch, values="normal") if is_lacking else batch
 
 
 @st.composite

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
-from attention_steps import batch_of, half, require_support
+from attention_steps import (
+    assert_padded_answer,
+    batch_of,
+    half,
+    padded,
+    require_support,
+    scratch_of,
+)
 
 from pagedattn import AttentionSpec, Capacity, PagedAttention, write_slots
-from pagedattn.attention import AttentionOutput
-from pagedattn.checking.compare import check_backend
-from pagedattn.checking.step import Step
 
 PAGE_SIZE = 16
 CAPACITY = Capacity(max_batch_size=6, max_tokens=40, max_pages=80)
@@ -27,21 +31,6 @@ def small_spec(backend: str, **options) -> AttentionSpec:
     return AttentionSpec(4, 2, 64, half(backend), **options)
 
 
-def padded(q: torch.Tensor) -> torch.Tensor:
-    rows = torch.ones(CAPACITY.max_tokens, *q.shape[1:], dtype=q.dtype, device=q.device)
-    rows[: q.shape[0]] = q
-    return rows
-
-
-def assert_right(backend: str, step: Step, answer: AttentionOutput) -> None:
-    """The step's rows agree with float64; the padding's output is finite."""
-    rows = step.q.shape[0]
-    got = AttentionOutput(answer.out[:rows], answer.lse[:rows])
-    comparison = check_backend(backend, step, attend=lambda _: got)
-    assert comparison.ok, str(comparison.worst)
-    assert torch.isfinite(answer.out[rows:]).all()
-
-
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_padded_steps_of_every_shape_in_turn_are_right(backend, device, window_left):
     spec = small_spec(backend, window_left=window_left)
@@ -50,7 +39,9 @@ def test_padded_steps_of_every_shape_in_turn_are_right(backend, device, window_l
     for seed, (kv_lens, qo_lens) in enumerate(STEPS.values()):
         step = batch_of(spec, PAGE_SIZE, kv_lens, qo_lens, seed=seed).materialise(device)
         attn.plan(step.page_table, step.qo_indptr)
-        assert_right(backend, step, attn.run_return_lse(padded(step.q), step.kv_cache))
+        assert_padded_answer(
+            backend, step, attn.run_return_lse(padded(step.q, CAPACITY.max_tokens), step.kv_cache)
+        )
 
 
 def test_slots_are_padded_with_minus_one_at_one_address(backend, device):
@@ -78,15 +69,7 @@ def test_a_step_beyond_the_capacity_names_every_bound_and_leaves_no_plan(backend
     with pytest.raises(ValueError, match=r"max_batch_size=6 .* max_tokens=40 .* max_pages=80"):
         attn.plan(large.page_table, large.qo_indptr)
     with pytest.raises(RuntimeError, match="no plan"):
-        attn.run(padded(large.q[:40]), large.kv_cache)
-
-
-def scratch_of(attn: PagedAttention) -> list[torch.Tensor]:
-    """What a backend may find dirty: all that it writes before it reads."""
-    if attn.backend == "triton":
-        buffers = attn._backend._buffers
-        return [buffers.piece_acc, buffers.piece_ml, buffers.arrived, buffers.short_first]
-    return [attn._backend._workspace.tensor]
+        attn.run(large.q[:40], large.kv_cache)
 
 
 @pytest.mark.gpu
@@ -101,7 +84,7 @@ def test_one_captured_run_serves_every_later_plan(backend, device, window_left):
         for seed, lens in enumerate(STEPS.values())
     ]
     pool = torch.full((100, *steps[0].kv_cache.shape[1:]), torch.nan).to(steps[0].kv_cache)
-    q = padded(steps[0].q)
+    q = padded(steps[0].q, CAPACITY.max_tokens)
     attn.plan(steps[0].page_table, steps[0].qo_indptr)
     pool[: steps[0].kv_cache.shape[0]] = steps[0].kv_cache
     attn.run_return_lse(q, pool)
@@ -111,7 +94,7 @@ def test_one_captured_run_serves_every_later_plan(backend, device, window_left):
         answer = attn.run_return_lse(q, pool)
     for step in [*steps, *reversed(steps)]:
         pool.fill_(torch.nan)[: step.kv_cache.shape[0]] = step.kv_cache
-        q.copy_(padded(step.q))
+        q.copy_(padded(step.q, CAPACITY.max_tokens))
         for tensor in (answer.out, answer.lse):
             tensor.fill_(torch.nan)
         for dirty in scratch_of(attn):
@@ -123,4 +106,4 @@ def test_one_captured_run_serves_every_later_plan(backend, device, window_left):
             graph.replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert_right(backend, step, answer)
+        assert_padded_answer(backend, step, answer)

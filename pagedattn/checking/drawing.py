@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -109,19 +109,31 @@ def draw_batch_of(
     choices: Choices, mode: str, spec: AttentionSpec, page_size: int, limits: StepLimits
 ) -> Batch:
     """Draw a step of a given layer kind and page size."""
+    kv_lens, qo_lens = draw_lens(choices, mode, spec, page_size, limits)
+    pages, num_pages = draw_pages(choices, kv_lens, page_size)
+    return draw_values(choices, Batch(spec, page_size, num_pages, kv_lens, qo_lens, pages))
+
+
+def draw_mode(choices: Choices, max_batch_size: int) -> str:
+    """Draw the mode of a step; a mixed one has two requests at least. The simplest is "decode"."""
+    return choices.one_of(MODES if max_batch_size > 1 else ("decode", "prefill"))
+
+
+def draw_lens(
+    choices: Choices, mode: str, spec: AttentionSpec, page_size: int, limits: StepLimits
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Draw the keys and the queries of each request of a step."""
     fewest = max(limits.min_batch_size, 2 if mode == "mixed" else 0)
     batch_size = choices.integer(fewest, max(fewest, limits.max_batch_size))
     kv_lens = draw_kv_lens(choices, batch_size, page_size, max_kv_len=limits.max_kv_len)
     most = [most_queries(spec, kv_len, limits.max_work) for kv_len in kv_lens]
-    qo_lens = draw_qo_lens(choices, mode, kv_lens, most)
-    pages, num_pages = draw_pages(choices, kv_lens, page_size)
-    return Batch(
-        spec,
-        page_size,
-        num_pages,
-        tuple(kv_lens),
-        tuple(qo_lens),
-        pages,
+    return tuple(kv_lens), tuple(draw_qo_lens(choices, mode, kv_lens, most))
+
+
+def draw_values(choices: Choices, batch: Batch) -> Batch:
+    """Draw what a step's tensors hold: a kind of values, hostile garbage, and a seed of both."""
+    return replace(
+        batch,
         values=choices.one_of(VALUE_KINDS),
         garbage=choices.one_of(HOSTILE_GARBAGE),
         seed=choices.integer(0, 2**16),
@@ -211,7 +223,14 @@ def draw_qo_lens(
             more than there are keys. "mixed": both, at least one of each.
         kv_lens: Keys of each request.
         most: Queries of each request at most; at least 2.
+
+    Raises:
+        ValueError: There is no such mode, or too few requests for it.
     """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if mode == "mixed" and len(kv_lens) < 2:
+        raise ValueError(f"a mixed step has at least 2 requests, got {len(kv_lens)}")
     if mode == "decode":
         return [1] * len(kv_lens)
     prompts = [_draw_prompt(choices, *request) for request in zip(kv_lens, most, strict=True)]
@@ -243,14 +262,26 @@ def _draw_prompt(choices: Choices, kv_len: int, most: int) -> int:
 def draw_pages(
     choices: Choices, kv_lens: Sequence[int], page_size: int, max_spare_pages: int = 8
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Draw the pages of each request, and the size of the pool; the simplest are 0, 1, 2, ...
+    """Draw the pages of each request, and the size of the pool; the simplest are 0, 1, 2, ..."""
+    total = num_pages_of(kv_lens, page_size)
+    num_pages = max(1, total) + choices.integer(0, max_spare_pages)
+    return draw_pages_of_pool(choices, kv_lens, page_size, num_pages), num_pages
+
+
+def num_pages_of(kv_lens: Sequence[int], page_size: int) -> int:
+    """Pages that requests of these lengths need where they share none."""
+    return sum(-(-kv_len // page_size) for kv_len in kv_lens)
+
+
+def draw_pages_of_pool(
+    choices: Choices, kv_lens: Sequence[int], page_size: int, num_pages: int
+) -> tuple[tuple[int, ...], ...]:
+    """Draw the pages of each request from a pool that holds `num_pages`, enough for all.
 
     Pages come from the bottom of the pool, from its top, or from anywhere, and now and then the
     first pages of a request are those of an earlier one.
     """
-    counts = [-(-kv_len // page_size) for kv_len in kv_lens]
-    total = sum(counts)
-    num_pages = max(1, total) + choices.integer(0, max_spare_pages)
+    total = num_pages_of(kv_lens, page_size)
     match choices.integer(0, 2):
         case 0:
             ids = list(range(total))
@@ -259,11 +290,12 @@ def draw_pages(
         case _:
             ids = random.Random(choices.integer(0, 2**16)).sample(range(num_pages), total)
     pages: list[tuple[int, ...]] = []
-    for request, count in enumerate(counts):
+    for request, kv_len in enumerate(kv_lens):
+        count = num_pages_of([kv_len], page_size)
         own, ids = ids[:count], ids[count:]
         if request and choices.integer(0, 3) == 3:
             other = pages[choices.integer(0, request - 1)]
             shared = choices.integer(0, min(count, len(other)))
             own = [*other[:shared], *own[shared:]]
         pages.append(tuple(own))
-    return tuple(pages), num_pages
+    return tuple(pages)

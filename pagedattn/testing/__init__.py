@@ -4,6 +4,7 @@ Every strategy draws structure and a seed, never floats; `Batch.materialise` mak
 """
 
 from pagedattn.checking.batch import Batch
+from pagedattn.checking.sequence import ReplaySequence
 from pagedattn.testing.strategies import (
     batches,
     kv_lengths,
@@ -11,18 +12,21 @@ from pagedattn.testing.strategies import (
     page_sizes,
     page_tables,
     query_lengths,
+    replay_sequences,
     specs,
     windows,
 )
 
 __all__ = [
     "Batch",
+    "ReplaySequence",
     "batches",
     "kv_lengths",
     "mixed_batches",
     "page_sizes",
     "page_tables",
     "query_lengths",
+    "replay_sequences",
     "specs",
     "windows",
 ]

@@ -1,4 +1,8 @@
-"""The strategies: `pagedattn.checking.drawing` with hypothesis making the choices."""
+"""The strategies: `pagedattn.checking.drawing` with hypothesis making the choices.
+
+Arguments are checked when something is drawn, as hypothesis's own strategies do; what is wrong then
+raises its `InvalidArgument`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ from typing import TypeVar
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
+from pagedattn.capacity import Capacity
 from pagedattn.checking import drawing
 from pagedattn.checking.batch import Batch
-from pagedattn.checking.drawing import SpecLimits, StepLimits
+from pagedattn.checking.drawing import MODES, SpecLimits, StepLimits
+from pagedattn.checking.sequence import ReplaySequence, draw_sequence
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
@@ -30,18 +37,48 @@ class _HypothesisChoices:
         return self._draw(st.sampled_from(options))
 
 
+def _check_bounds(name: str, low: int, high: int, least: int) -> None:
+    """Require `least <= low <= high`."""
+    if not least <= low <= high:
+        raise InvalidArgument(
+            f"min_{name}={low} and max_{name}={high}: expected {least} <= min_{name} <= max_{name}"
+        )
+
+
+def _check_mode(mode: str, max_batch_size: int) -> None:
+    """Require a known mode, and room for the two requests of a mixed step."""
+    if mode not in MODES:
+        raise InvalidArgument(f"mode must be one of {MODES}, got {mode!r}")
+    if mode == "mixed" and max_batch_size < 2:
+        raise InvalidArgument(f"a mixed step has at least 2 requests, got {max_batch_size}")
+
+
 @st.composite
 def page_sizes(draw: st.DrawFn, *, min_page_size: int = 1, max_page_size: int = 256) -> int:
-    """Page sizes, usual and odd ones. Shrinks to 4, or to the bound next to it."""
+    """Page sizes, usual and odd ones. Shrinks to 4, or to the smallest in bounds."""
+    _check_bounds("page_size", min_page_size, max_page_size, least=1)
     return drawing.draw_page_size(
         _HypothesisChoices(draw), min_page_size=min_page_size, max_page_size=max_page_size
     )
 
 
 @st.composite
-def windows(draw: st.DrawFn, *, page_size: int = 16, max_window_left: int = 300) -> int:
-    """Values of `window_left`, many next to edges of pages and tiles. Shrinks to -1."""
-    return drawing.draw_window(_HypothesisChoices(draw), page_size, max_window_left=max_window_left)
+def windows(
+    draw: st.DrawFn, *, page_size: int = 16, min_window_left: int = -1, max_window_left: int = 300
+) -> int:
+    """Values of `window_left`, many next to edges of pages and tiles. Shrinks to -1.
+
+    Args:
+        draw: Hypothesis's.
+        page_size: Windows are drawn near multiples of it.
+        min_window_left: The smallest window, which it shrinks to; -1 means none.
+        max_window_left: The largest window.
+    """
+    _check_bounds("window_left", min_window_left, max_window_left, least=-1)
+    choices = _HypothesisChoices(draw)
+    if min_window_left >= 0:
+        return drawing.draw_near_edge(choices, min_window_left, max_window_left, page_size)
+    return drawing.draw_window(choices, page_size, max_window_left=max_window_left)
 
 
 @st.composite
@@ -83,6 +120,8 @@ def kv_lengths(
     max_kv_len: int = 300,
 ) -> tuple[int, ...]:
     """Keys of each request, many next to page and tile edges. Shrinks to one request of one key."""
+    _check_bounds("batch_size", min_batch_size, max_batch_size, least=0)
+    _check_bounds("kv_len", min_kv_len, max_kv_len, least=0)
     choices = _HypothesisChoices(draw)
     batch_size = choices.integer(min_batch_size, max_batch_size)
     return tuple(
@@ -104,6 +143,9 @@ def query_lengths(
         mode: "prefill", "decode" (one query each) or "mixed" (both in one step).
         max_qo_len: Queries of a request at most; at least 2.
     """
+    _check_mode(mode, len(kv_lens))
+    if max_qo_len < 2:
+        raise InvalidArgument(f"max_qo_len must be at least 2, got {max_qo_len}")
     most = [max_qo_len] * len(kv_lens)
     return tuple(drawing.draw_qo_lens(_HypothesisChoices(draw), mode, kv_lens, most))
 
@@ -130,6 +172,8 @@ def page_tables(
         max_kv_len: Keys of a request at most.
         max_spare_pages: Page ids go as high as the pages needed and this many more.
     """
+    _check_bounds("batch_size", min_batch_size, max_batch_size, least=0)
+    _check_bounds("kv_len", min_kv_len, max_kv_len, least=0)
     choices = _HypothesisChoices(draw)
     page_size = drawing.draw_page_size(choices) if page_size is None else page_size
     batch_size = choices.integer(min_batch_size, max_batch_size)
@@ -170,8 +214,10 @@ def batches(
         max_work: Bounds the queries of a request: tiles of 64 by 64 scores, over all query heads.
             The default suits Triton's interpreter.
     """
+    _check_bounds("batch_size", min_batch_size, max_batch_size, least=0)
     choices = _HypothesisChoices(draw)
-    mode = choices.one_of(drawing.MODES) if mode is None else mode
+    mode = drawing.draw_mode(choices, max_batch_size) if mode is None else mode
+    _check_mode(mode, max_batch_size)
     page_size = drawing.draw_page_size(choices) if page_sizes is None else draw(page_sizes)
     any_spec = _specs_near(page_size) if specs is None else specs
     limits = StepLimits(min_batch_size, max_batch_size, max_kv_len, max_work)
@@ -204,3 +250,41 @@ def mixed_batches(
         max_kv_len=max_kv_len,
         max_work=max_work,
     )
+
+
+@st.composite
+def replay_sequences(
+    draw: st.DrawFn,
+    *,
+    specs: st.SearchStrategy[AttentionSpec] | None = None,
+    page_sizes: st.SearchStrategy[int] | None = None,
+    capacity: Capacity | None = None,
+    max_steps: int = 5,
+    max_batch_size: int = StepLimits.max_batch_size,
+    max_kv_len: int = StepLimits.max_kv_len,
+    max_work: int = StepLimits.max_work,
+) -> ReplaySequence:
+    """Steps for one captured graph or one live object. Shrinks to two of one token on page 0.
+
+    A step is unlike the one before it in lengths, pages and number of requests; or all its requests
+    are one token later; or some of them are gone; or all.
+
+    Args:
+        draw: Hypothesis's.
+        specs: As in `batches`; all steps have one.
+        page_sizes: As in `batches`; all steps have one.
+        capacity: What your object was built for; by default it is drawn, close to what is needed.
+        max_steps: Steps at most; there are at least two.
+        max_batch_size: Requests of a step at most.
+        max_kv_len: Keys of a request at most.
+        max_work: As in `batches`.
+    """
+    if max_steps < 2:
+        raise InvalidArgument(f"max_steps must be at least 2, got {max_steps}")
+    _check_bounds("batch_size", 1, max_batch_size, least=1)
+    choices = _HypothesisChoices(draw)
+    page_size = drawing.draw_page_size(choices) if page_sizes is None else draw(page_sizes)
+    spec = draw(_specs_near(page_size) if specs is None else specs)
+    limits = StepLimits(1, max_batch_size, max_kv_len, max_work)
+    num_steps = choices.integer(2, max_steps)
+    return draw_sequence(choices, spec, page_size, num_steps, limits, capacity)
