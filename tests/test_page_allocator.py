@@ -1,116 +1,83 @@
-"""The allocator against a model: every request's tokens, written to and read back from pages."""
+"""The allocator against a model of memory, and what it says of bad calls."""
 
 import copy
 from collections import Counter
 
 import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from pagedattn import OutOfPages, PageAllocator
+from pagedattn.testing import AllocatorAdapter, PageAllocatorMachine
 
 
-class AllocatorMachine(RuleBasedStateMachine):
-    """Each token is a number of its own; a request reads back exactly the tokens it was given."""
+class Adapter(AllocatorAdapter):
+    """`PageAllocator` in the machine's words, and a closer look at what it refuses."""
+
+    def __init__(self, allocator: PageAllocator):
+        self.allocator = allocator
+        self.num_pages, self.page_size = allocator.num_pages, allocator.page_size
+        self.sink_page = allocator.sink_page
+
+    @property
+    def num_free_pages(self):
+        return self.allocator.num_free_pages
+
+    def pages_of(self, request):
+        return self.allocator.pages_of(request)
+
+    def free(self, request):
+        self.allocator.free(request)
+
+    def allocate(self, request, num_tokens):
+        return self.append(request, num_tokens)
+
+    def append(self, request, num_tokens):
+        before = copy.deepcopy(vars(self.allocator))
+        try:
+            return self.allocator.extend(request, num_tokens)
+        except OutOfPages as error:
+            refusal = error
+        assert vars_equal(before, vars(self.allocator))
+        assert refusal.num_free == self.num_free_pages < refusal.num_asked
+        raise refusal
+
+    def fork(self, parent, child, num_tokens):
+        kv_len = self.allocator.kv_len(parent)
+        self.allocator.fork(parent, child, None if num_tokens == kv_len else num_tokens)
+        return []
+
+    def truncate(self, request, num_tokens):
+        self.allocator.truncate(request, num_tokens)
+
+
+class AllocatorMachine(PageAllocatorMachine):
+    """Ours, whose tables and counts must agree with it too."""
+
+    allocator_class = PageAllocator
 
     @initialize(num_pages=st.integers(2, 12), page_size=st.integers(1, 5), sink=st.integers(-1, 11))
     def create(self, num_pages, page_size, sink):
-        self.sink = None if sink < 0 else sink % num_pages
-        self.allocator = PageAllocator(num_pages, page_size, self.sink)
-        self.memory = [[None] * page_size for _ in range(num_pages)]
-        self.tokens = {}  # request -> its tokens
-        self.num_written = 0
-        self.num_requests = 0
-
-    def pick(self, data):
-        return data.draw(st.sampled_from(list(self.tokens)))
-
-    def write(self, request, num_tokens):
-        """Extend, do the copies, write the new tokens to their slots."""
-        before = copy.deepcopy(vars(self.allocator))
-        copies, refusal = [], None
-        try:
-            copies = self.allocator.extend(request, num_tokens)
-        except OutOfPages as error:
-            refusal = error
-        if refusal:
-            assert vars_equal(before, vars(self.allocator))
-            assert refusal.num_free == self.allocator.num_free_pages < refusal.num_asked
-            return
-        for source, destination in copies:
-            self.memory[destination] = list(self.memory[source])
-        tokens = self.tokens.setdefault(request, [])
-        pages = self.allocator.pages_of(request)
-        for _ in range(num_tokens):
-            page, offset = divmod(len(tokens), self.allocator.page_size)
-            self.memory[pages[page]][offset] = self.num_written
-            tokens.append(self.num_written)
-            self.num_written += 1
-
-    @rule(num_tokens=st.integers(0, 12))
-    def start(self, num_tokens):
-        self.num_requests += 1
-        self.write(self.num_requests, num_tokens)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), num_tokens=st.integers(0, 12))
-    def extend(self, data, num_tokens):
-        self.write(self.pick(data), num_tokens)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), whole=st.booleans())
-    def fork(self, data, whole):
-        parent = self.pick(data)
-        self.num_requests += 1
-        kept = len(self.tokens[parent])
-        if whole:
-            self.allocator.fork(parent, self.num_requests)
-        else:
-            kept = data.draw(st.integers(0, kept))
-            self.allocator.fork(parent, self.num_requests, kept)
-        self.tokens[self.num_requests] = self.tokens[parent][:kept]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def truncate(self, data):
-        request = self.pick(data)
-        kept = data.draw(st.integers(0, len(self.tokens[request])))
-        self.allocator.truncate(request, kept)
-        del self.tokens[request][kept:]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data):
-        request = self.pick(data)
-        self.allocator.free(request)
-        del self.tokens[request]
+        sink_page = None if sink < 0 else sink % num_pages
+        self.allocator = self.allocator_class(num_pages, page_size, sink_page)
+        self.begin(Adapter(self.allocator))
 
     @invariant()
-    def every_request_reads_its_own_tokens(self):
+    def tables_are_those_of_the_requests(self):
         table = self.allocator.page_table(list(self.tokens))
-        assert self.allocator.requests == list(self.tokens)
+        assert sorted(self.allocator.requests) == sorted(self.tokens)
         assert table.kv_lens.tolist() == [len(tokens) for tokens in self.tokens.values()]
-        for row, tokens in enumerate(self.tokens.values()):
-            read = [token for page in table.pages_of(row).tolist() for token in self.memory[page]]
-            assert read[: len(tokens)] == tokens
-            assert len(read) - len(tokens) < self.allocator.page_size
+        for row, request in enumerate(self.tokens):
+            pages = table.pages_of(row).tolist()
+            assert pages == list(self.allocator.pages_of(request))
+            assert len(pages) == -(-len(self.tokens[request]) // table.page_size)
 
     @invariant()
-    def no_page_is_lost_or_owned_without_a_count(self):
+    def counts_are_numbers_of_owners(self):
         owned = Counter(p for r in self.tokens for p in self.allocator.pages_of(r))
-        num_pages = self.allocator.num_pages
-        assert [self.allocator.ref_count(p) for p in range(num_pages)] == [
-            owned[p] for p in range(num_pages)
-        ]
-        num_ownable = num_pages - (self.sink is not None)
-        assert len(owned) + self.allocator.num_free_pages == num_ownable
-        assert self.sink not in owned
+        pages = range(self.allocator.num_pages)
+        assert [self.allocator.ref_count(page) for page in pages] == [owned[p] for p in pages]
 
 
 def vars_equal(before, after):
@@ -126,6 +93,135 @@ def vars_equal(before, after):
 
 
 TestAllocator = AllocatorMachine.TestCase
+
+
+class HandsOutTheSink(PageAllocator):
+    def __init__(self, num_pages, page_size, sink_page):
+        super().__init__(num_pages, page_size, sink_page)
+        self._free = list(range(num_pages - 1))
+
+
+class ForkCountsNothing(PageAllocator):
+    def fork(self, parent, child, num_tokens=None):
+        counts = list(self._ref_counts)
+        super().fork(parent, child, num_tokens)
+        self._ref_counts = counts
+
+
+class WritesIntoSharedPages(PageAllocator):
+    def extend(self, request, num_tokens):
+        for source, destination in super().extend(request, num_tokens):
+            pages = self._requests[request].pages
+            pages[pages.index(destination)] = source
+            self._ref_counts[source] += 1
+            self._drop(destination)
+        return []
+
+
+class ForgetsToCopy(PageAllocator):
+    def extend(self, request, num_tokens):
+        super().extend(request, num_tokens)
+        return []
+
+
+class LosesTheLastPageOfWhatIsFreed(PageAllocator):
+    def free(self, request):
+        owned = self._requests[request]
+        del owned.pages[-1:]
+        super().free(request)
+
+
+class TakesPagesBeforeItRefuses(PageAllocator):
+    def extend(self, request, num_tokens):
+        try:
+            return super().extend(request, num_tokens)
+        except OutOfPages:
+            self._free.clear()
+            raise
+
+
+class KeepsAPageBack(PageAllocator):
+    def extend(self, request, num_tokens):
+        before = copy.deepcopy(vars(self))
+        copies = super().extend(request, num_tokens)
+        if num_tokens and not self._free:
+            vars(self).update(before)
+            raise OutOfPages(1, 0)
+        return copies
+
+
+class FreesAPageTwice(PageAllocator):
+    def truncate(self, request, num_tokens):
+        pages = self.pages_of(request)
+        super().truncate(request, num_tokens)
+        self._free += [page for page in pages[-1:] if num_tokens and page not in self._free]
+
+
+class MixesUpTwoRequests(PageAllocator):
+    def pages_of(self, request):
+        return super().pages_of(self.requests[0])
+
+
+class GivesOnePageTooFew(PageAllocator):
+    def _num_pages_for(self, num_tokens):
+        return num_tokens // self.page_size
+
+
+FAULTS = {
+    HandsOutTheSink: "it is the sink page",
+    ForkCountsNothing: "can be owned, but|owned twice",
+    WritesIntoSharedPages: "reads .* expected",
+    ForgetsToCopy: "reads .* expected",
+    LosesTheLastPageOfWhatIsFreed: "can be owned, but",
+    TakesPagesBeforeItRefuses: "a refused call changed",
+    KeepsAPageBack: "were refused while",
+    FreesAPageTwice: "can be owned, but|owned twice",
+    MixesUpTwoRequests: "pages, its tokens need|owned twice",
+    GivesOnePageTooFew: "pages, its tokens need",
+}
+
+
+class Bare(PageAllocatorMachine):
+    """The public machine alone, without what only ours must do."""
+
+    def make_allocator(self, num_pages, page_size):
+        return BareAdapter(self.allocator_class(num_pages, page_size, 0))
+
+
+class BareAdapter(Adapter):
+    def append(self, request, num_tokens):
+        return self.allocator.extend(request, num_tokens)
+
+
+@pytest.mark.parametrize("faulty", FAULTS, ids=lambda faulty: faulty.__name__)
+def test_the_machine_finds_a_planted_fault_and_says_what_is_wrong(faulty):
+    machine = type("Machine", (Bare,), {"allocator_class": faulty})
+    quiet = settings(
+        max_examples=500, phases=[Phase.generate], database=None, derandomize=True, deadline=None
+    )
+    with pytest.raises(AssertionError, match=FAULTS[faulty]):
+        run_state_machine_as_test(machine, settings=quiet)
+
+
+def test_a_machine_without_an_allocator_says_what_to_override():
+    with pytest.raises(NotImplementedError, match="override make_allocator"):
+        run_state_machine_as_test(PageAllocatorMachine)
+
+
+class WithoutForks(BareAdapter):
+    """An allocator that shares nothing and takes nothing back."""
+
+    fork, truncate = AllocatorAdapter.fork, AllocatorAdapter.truncate
+
+
+def test_an_allocator_is_not_asked_for_what_it_does_not_have():
+    class Machine(PageAllocatorMachine):
+        def make_allocator(self, num_pages, page_size):
+            return WithoutForks(PageAllocator(num_pages, page_size, None))
+
+    assert not WithoutForks(PageAllocator(2, 1)).can_fork
+    assert BareAdapter(PageAllocator(2, 1)).can_truncate
+    run_state_machine_as_test(Machine)
 
 
 def test_pages_are_handed_out_lowest_first_whatever_was_freed_before():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
@@ -108,8 +108,11 @@ def test_bounds_of_windows_are_kept(window_left):
     assert -1 <= window_left <= 12
 
 
+FIND = (Phase.generate, Phase.shrink)  # and no explaining, which takes longer than both
+
+
 def simplest(strategy: st.SearchStrategy, condition=lambda _: True):
-    quiet = settings(database=None, max_examples=200)
+    quiet = settings(database=None, max_examples=200, phases=FIND)
     return find(strategy, condition, settings=quiet, random=random.Random(0))
 
 

@@ -1,10 +1,13 @@
 """Hypothesis strategies for testing paged attention, ours or anybody's. Needs `pagedattn[testing]`.
 
 Every strategy draws structure and a seed, never floats; `Batch.materialise` makes the tensors.
+`PageAllocatorMachine` tests an allocator of pages, through an `AllocatorAdapter`.
 """
 
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.sequence import ReplaySequence
+from pagedattn.testing.allocator_adapter import AllocatorAdapter, OutOfPages
+from pagedattn.testing.allocator_machine import PageAllocatorMachine
 from pagedattn.testing.strategies import (
     batches,
     kv_lengths,
@@ -18,7 +21,10 @@ from pagedattn.testing.strategies import (
 )
 
 __all__ = [
+    "AllocatorAdapter",
     "Batch",
+    "OutOfPages",
+    "PageAllocatorMachine",
     "ReplaySequence",
     "batches",
     "kv_lengths",
