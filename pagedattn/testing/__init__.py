@@ -1,6 +1,7 @@
 """Hypothesis strategies for testing paged attention, ours or anybody's. Needs `pagedattn[testing]`.
 
-Every strategy draws structure and a seed, never floats; `Batch.materialise` makes the tensors.
+Every strategy draws structure and a seed, never floats; `Batch.materialise` makes the tensors,
+and `assert_attention` says whether an answer is right and, if not, what kind of wrong it is.
 `PageAllocatorMachine` tests an allocator of pages, through an `AllocatorAdapter`.
 """
 
@@ -19,6 +20,7 @@ from pagedattn.testing.strategies import (
     specs,
     windows,
 )
+from pagedattn.testing.verdict import assert_attention
 
 __all__ = [
     "AllocatorAdapter",
@@ -26,6 +28,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocatorMachine",
     "ReplaySequence",
+    "assert_attention",
     "batches",
     "kv_lengths",
     "mixed_batches",
