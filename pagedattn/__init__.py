@@ -1,5 +1,6 @@
 """Attention over paged KV caches: one interface, and the checks that prove it right."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from pagedattn.attention import AttentionOutput, PagedAttention
@@ -38,3 +39,9 @@ def __getattr__(name: str) -> object:
 
         return Shadow
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "hypothesis" in sys.modules:  # its entry point was called before there were any types
+    from pagedattn.registration import register_strategies
+
+    register_strategies()

@@ -30,6 +30,7 @@ FLOORS = {
     "checking": 5,
     "draw": 5,
     "testing": 5,
+    "registration": 5,  # of strategies, with hypothesis
     "integrations": 5,
     "flashinfer": 5,  # re-exports the wrapper layer
     "toolchain": 5,

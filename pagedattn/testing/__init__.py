@@ -5,6 +5,8 @@ and `assert_attention` says whether an answer is right and, if not, what kind of
 `PageAllocatorMachine` tests an allocator of pages, through an `AllocatorAdapter`.
 """
 
+from hypothesis import strategies as _st
+
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.sequence import ReplaySequence
 from pagedattn.testing.allocator_adapter import AllocatorAdapter, OutOfPages
@@ -39,3 +41,6 @@ __all__ = [
     "specs",
     "windows",
 ]
+
+_st.register_type_strategy(Batch, batches())
+_st.register_type_strategy(ReplaySequence, replay_sequences())
