@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 from pagedattn import AttentionSpec
 from pagedattn.checking.batch import VALUE_KINDS, Batch
@@ -28,10 +30,57 @@ from pagedattn.testing import (
     page_sizes,
     page_tables,
     query_lengths,
+    replay_sequences,
     specs,
     windows,
 )
 from pagedattn.validation import check_indptr, check_page_table
+
+DRAW_ONE = settings(max_examples=1, database=None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (page_sizes(min_page_size=0), "min_page_size=0 and max_page_size=256: expected 1 <="),
+        (page_sizes(min_page_size=9, max_page_size=8), "min_page_size=9 and max_page_size=8"),
+        (windows(min_window_left=-2), "min_window_left=-2 and max_window_left=300: expected -1 <="),
+        (windows(min_window_left=4, max_window_left=3), "min_window_left=4"),
+        (specs(max_qo_heads=0), "max_qo_heads must be at least 1, got 0"),
+        (specs(max_window_left=-2), "max_window_left must be at least -1, got -2"),
+        (specs(max_soft_cap=-1.0), "max_soft_cap must be at least 0, got -1.0"),
+        (kv_lengths(min_kv_len=-1), "min_kv_len=-1"),
+        (kv_lengths(min_batch_size=5), "min_batch_size=5 and max_batch_size=4"),
+        (query_lengths((4,), max_qo_len=1), "max_qo_len must be at least 2, got 1"),
+        (query_lengths((4,), mode="prefil"), "mode must be one of .* got 'prefil'"),
+        (query_lengths((4,), mode="mixed"), "a mixed step has at least 2 requests, got 1"),
+        (page_tables(min_kv_len=9, max_kv_len=8), "min_kv_len=9 and max_kv_len=8"),
+        (page_tables(max_spare_pages=-1), "max_spare_pages must be at least 0, got -1"),
+        (batches(mode="chunked"), "mode must be one of"),
+        (batches(max_kv_len=-1), "max_kv_len must be at least 0"),
+        (mixed_batches(max_batch_size=1), "min_batch_size=2 and max_batch_size=1"),
+        (replay_sequences(max_steps=1), "max_steps must be at least 2, got 1"),
+    ],
+)
+def test_a_bad_argument_is_named_when_something_is_drawn(strategy, message):
+    @DRAW_ONE
+    @given(strategy)
+    def draws(_):
+        pass
+
+    with pytest.raises(InvalidArgument, match=message):
+        draws()
+
+
+@given(batch=batches(max_batch_size=1))
+def test_a_batch_of_one_is_never_mixed(batch):
+    assert len(batch.kv_lens) == 1
+
+
+@given(table=page_tables(max_kv_len=0), lens=kv_lengths(max_kv_len=0, max_batch_size=2))
+def test_the_smallest_bounds_are_legal(table, lens):
+    assert table.kv_indices.numel() == 0
+    assert set(lens) == {0}
 
 
 def assert_valid(batch: Batch) -> None:
@@ -103,9 +152,10 @@ def test_bounds_of_lengths_are_kept(kv_lens, data):
     assert all(0 <= qo_len <= 9 for qo_len in qo_lens)
 
 
-@given(window_left=windows(max_window_left=12))
-def test_bounds_of_windows_are_kept(window_left):
+@given(window_left=windows(max_window_left=12), some=windows(min_window_left=3, max_window_left=9))
+def test_bounds_of_windows_are_kept(window_left, some):
     assert -1 <= window_left <= 12
+    assert 3 <= some <= 9
 
 
 FIND = (Phase.generate, Phase.shrink)  # and no explaining, which takes longer than both
@@ -135,6 +185,7 @@ def test_a_long_context_shrinks_to_pages_in_order():
 def test_a_window_shrinks_to_the_smallest_that_fails():
     assert simplest(windows(), lambda w: w >= 0) == 0
     assert simplest(windows()) == -1
+    assert simplest(windows(min_window_left=5)) == 5
 
 
 def test_page_tables_and_lengths_shrink_to_one_token():
@@ -194,6 +245,7 @@ EDGES = {
     "a scale": lambda b: b.spec.sm_scale is not None,
     "several KV heads of several queries": lambda b: b.spec.num_kv_heads > 1 < b.spec.group_size,
     "an unusual page size": lambda b: b.page_size not in (1, 3, 4, 5, 16, 64, 256),
+    "real activations": lambda b: b.values == "real_activations" and max(b.kv_lens) > 70,
     "low scores without a cap": lambda b: b.values == "low_scores" and not b.spec.logits_soft_cap,
 }
 
@@ -209,6 +261,38 @@ def used(batch: Batch) -> set[int]:
 @pytest.mark.parametrize("edge", EDGES)
 def test_an_edge_is_reached_by_500_draws(drawn, edge):
     assert sum(bool(EDGES[edge](batch)) for batch in drawn[:: len(MODES)]) >= 2
+
+
+@pytest.fixture(scope="module")
+def drawn_by_hypothesis() -> list[Batch]:
+    """What hypothesis itself makes of `batches()` in 500 draws, which are the same in every run."""
+    drawn = []
+
+    @seeded(0)
+    @settings(
+        max_examples=NUM_DRAWS,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(batches())
+    def keep(batch):
+        drawn.append(batch)
+
+    keep()
+    return drawn
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_an_edge_is_reached_by_500_draws_of_hypothesis(drawn_by_hypothesis, edge):
+    assert any(EDGES[edge](batch) for batch in drawn_by_hypothesis)
+
+
+def test_every_kind_is_drawn_by_hypothesis(drawn_by_hypothesis):
+    for field, options in (("values", VALUE_KINDS), ("garbage", HOSTILE_GARBAGE)):
+        counts = Counter(getattr(batch, field) for batch in drawn_by_hypothesis)
+        assert all(counts[option] >= 10 for option in options), counts
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def _check_bounds(name: str, low: int, high: int, least: int) -> None:
         )
 
 
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+
+
 def _check_mode(mode: str, max_batch_size: int) -> None:
     """Require a known mode, and room for the two requests of a mixed step."""
     if mode not in MODES:
@@ -103,6 +108,9 @@ def specs(
         max_window_left: The largest window; -1 draws none.
         max_soft_cap: The largest soft cap; 0 draws none.
     """
+    _check_at_least("max_qo_heads", max_qo_heads, 1)
+    _check_at_least("max_window_left", max_window_left, -1)
+    _check_at_least("max_soft_cap", max_soft_cap, 0)
     limits = SpecLimits(
         max_qo_heads, tuple(head_dims), tuple(dtypes), max_window_left, max_soft_cap
     )
@@ -144,8 +152,7 @@ def query_lengths(
         max_qo_len: Queries of a request at most; at least 2.
     """
     _check_mode(mode, len(kv_lens))
-    if max_qo_len < 2:
-        raise InvalidArgument(f"max_qo_len must be at least 2, got {max_qo_len}")
+    _check_at_least("max_qo_len", max_qo_len, 2)
     most = [max_qo_len] * len(kv_lens)
     return tuple(drawing.draw_qo_lens(_HypothesisChoices(draw), mode, kv_lens, most))
 
@@ -174,6 +181,7 @@ def page_tables(
     """
     _check_bounds("batch_size", min_batch_size, max_batch_size, least=0)
     _check_bounds("kv_len", min_kv_len, max_kv_len, least=0)
+    _check_at_least("max_spare_pages", max_spare_pages, 0)
     choices = _HypothesisChoices(draw)
     page_size = drawing.draw_page_size(choices) if page_size is None else page_size
     batch_size = choices.integer(min_batch_size, max_batch_size)
@@ -215,6 +223,8 @@ def batches(
             The default suits Triton's interpreter.
     """
     _check_bounds("batch_size", min_batch_size, max_batch_size, least=0)
+    _check_at_least("max_kv_len", max_kv_len, 0)
+    _check_at_least("max_work", max_work, 0)
     choices = _HypothesisChoices(draw)
     mode = drawing.draw_mode(choices, max_batch_size) if mode is None else mode
     _check_mode(mode, max_batch_size)
@@ -279,9 +289,10 @@ def replay_sequences(
         max_kv_len: Keys of a request at most.
         max_work: As in `batches`.
     """
-    if max_steps < 2:
-        raise InvalidArgument(f"max_steps must be at least 2, got {max_steps}")
-    _check_bounds("batch_size", 1, max_batch_size, least=1)
+    _check_at_least("max_steps", max_steps, 2)
+    _check_at_least("max_batch_size", max_batch_size, 1)
+    _check_at_least("max_kv_len", max_kv_len, 0)
+    _check_at_least("max_work", max_work, 0)
     choices = _HypothesisChoices(draw)
     page_size = drawing.draw_page_size(choices) if page_sizes is None else draw(page_sizes)
     spec = draw(_specs_near(page_size) if specs is None else specs)
