@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "hypothesis" in sys.modules:  # its entry point was called before there were any types
+if sys.modules.get("hypothesis.strategies"):  # its entry point was called before this import
     from pagedattn.registration import register_strategies
 
     register_strategies()
