@@ -1,5 +1,6 @@
 """The strategies: every draw is valid, the edges are reached, and draws shrink to the simplest."""
 
+import functools
 import random
 from collections import Counter
 
@@ -263,17 +264,16 @@ def test_an_edge_is_reached_by_500_draws(drawn, edge):
     assert sum(bool(EDGES[edge](batch)) for batch in drawn[:: len(MODES)]) >= 2
 
 
-@pytest.fixture(scope="module")
-def drawn_by_hypothesis() -> list[Batch]:
-    """What hypothesis itself makes of `batches()` in 500 draws, which are the same in every run."""
+@functools.cache
+def drawn_by_hypothesis(number: int) -> list[Batch]:
+    """What hypothesis itself makes of `batches()` in 500 draws."""
     drawn = []
 
-    @seeded(0)
+    @seeded(number)
     @settings(
         max_examples=NUM_DRAWS,
         phases=[Phase.generate],
         database=None,
-        derandomize=False,
         suppress_health_check=list(HealthCheck),
     )
     @given(batches())
@@ -285,13 +285,16 @@ def drawn_by_hypothesis() -> list[Batch]:
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_an_edge_is_reached_by_500_draws_of_hypothesis(drawn_by_hypothesis, edge):
-    assert any(EDGES[edge](batch) for batch in drawn_by_hypothesis)
+def test_an_edge_is_reached_by_500_draws_of_hypothesis(edge):
+    # its draws hang together, and on the constants of whatever modules are loaded besides the seed:
+    # an edge that comes 4 times on average may be missed by chance, but not three times running
+    rounds = (drawn_by_hypothesis(number) for number in range(3))
+    assert any(EDGES[edge](batch) for drawn in rounds for batch in drawn)
 
 
-def test_every_kind_is_drawn_by_hypothesis(drawn_by_hypothesis):
+def test_every_kind_is_drawn_by_hypothesis():
     for field, options in (("values", VALUE_KINDS), ("garbage", HOSTILE_GARBAGE)):
-        counts = Counter(getattr(batch, field) for batch in drawn_by_hypothesis)
+        counts = Counter(getattr(batch, field) for batch in drawn_by_hypothesis(0))
         assert all(counts[option] >= 10 for option in options), counts
 
 
