@@ -101,8 +101,8 @@ def allowed_error(
     """
     small = step.compacted()
     low = dense_attention(small)
-    out = 2 * _distance(low.out, expected.out).amax(-1, keepdim=True).expand_as(low.out).clone()
-    lse = 2 * _distance(low.lse, expected.lse)
+    out = 2 * distance(low.out, expected.out).amax(-1, keepdim=True).expand_as(low.out).clone()
+    lse = 2 * distance(low.lse, expected.lse)
     for block in dense_blocks(small, torch.float64):
         out_band, lse_band = band(small.spec, block, arithmetic)
         out[block.rows] += out_band.transpose(0, 1)
@@ -110,7 +110,7 @@ def allowed_error(
     return Bound(out, lse)
 
 
-def _distance(got: Tensor, expected: Tensor) -> Tensor:
+def distance(got: Tensor, expected: Tensor) -> Tensor:
     """f64: absolute difference, 0 between equal infinities."""
     return torch.where(got == expected, 0.0, (got.double() - expected).abs())
 
@@ -122,23 +122,26 @@ def _terms(n: Tensor | int) -> Tensor:
 
 
 def band(spec: AttentionSpec, block: DenseBlock, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """f64[heads, rows, head_dim] and f64[heads, rows]: the band of `out` and of `lse`."""
+    """f64[heads, rows, head_dim] and f64[heads, rows]: the band of `out` and of `lse`.
+
+    A block may have more leading dimensions than heads, and a mask for each.
+    """
     unit = torch.finfo(spec.dtype).eps / 2
     smallest = torch.finfo(spec.dtype).tiny * torch.finfo(spec.dtype).eps
-    sees_key = block.visible.any(1)
+    sees_key = block.visible.any(-1)
     scores, drift = _scores_and_drift(spec, block, arithmetic.tanh_error)
-    top = scores.amax(-1, keepdim=True).masked_fill(~sees_key[:, None], 0)
+    top = scores.amax(-1, keepdim=True).masked_fill(~sees_key[..., None], 0)
     denominator = torch.exp(scores - top).sum(-1, keepdim=True).clamp(min=1)
     p = torch.exp(scores - top) / denominator
     grown = p * torch.exp(drift)
     z = (p * torch.exp(-drift)).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
     v = block.v.abs()
-    sums = FLOAT32_ROUNDOFF * (_terms(block.visible.sum(1)) + 16)
+    sums = FLOAT32_ROUNDOFF * (_terms(block.visible.sum(-1)) + 16)
     value = (p @ block.v).abs()
     moved = p * torch.expm1(drift) / z
     out = moved @ v + moved.sum(-1, keepdim=True) * value  # (A)
-    out += (unit + sums[:, None]) * (grown / z @ v) + sums[:, None] * value  # (C)
+    out += (unit + sums[..., None]) * (grown / z @ v) + sums[..., None] * value  # (C)
     out += smallest / 2 * (block.visible.double() @ v) / denominator
     if arithmetic.sums_rounded_weights:
         out += unit / (1 - unit) * value
@@ -149,15 +152,15 @@ def band(spec: AttentionSpec, block: DenseBlock, arithmetic: Arithmetic) -> tupl
     lse += 4 * FLOAT32_ROUNDOFF * (top[..., 0].abs() + lse_value.abs())
     if arithmetic.sums_rounded_weights:
         lse -= math.log1p(-unit)
-    return out * sees_key[:, None], lse * sees_key
+    return out * sees_key[..., None], lse * sees_key
 
 
 def _scores_and_drift(
     spec: AttentionSpec, block: DenseBlock, tanh_error: float
 ) -> tuple[Tensor, Tensor]:
     """f64[heads, rows, keys] twice: exact scores, -inf where hidden, and `d_j`, 0 where hidden."""
-    scores = block.q @ block.k.transpose(1, 2) * spec.scale
-    products = block.q.abs() @ block.k.abs().transpose(1, 2) * spec.scale
+    scores = block.q @ block.k.transpose(-1, -2) * spec.scale
+    products = block.q.abs() @ block.k.abs().transpose(-1, -2) * spec.scale
     drift = (_terms(spec.head_dim) + 1) * products + 3 * scores.abs()
     drift *= FLOAT32_ROUNDOFF
     cap = spec.logits_soft_cap

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from pagedattn.attention import resolve_device
 from pagedattn.backends import backend_names, unsupported_reasons
+from pagedattn.checking.subject import Subject
+from pagedattn.checking.target import target_subject
 from pagedattn.spec import AttentionSpec
 
 
@@ -64,3 +66,11 @@ def all_that_run(
         else:
             chosen.append(name)
     return chosen
+
+
+def named_targets(targets: tuple[str, ...], *, live: bool = False) -> list[Subject]:
+    """The functions that were asked for, each of which must exist."""
+    try:
+        return [target_subject(name, live=live) for name in dict.fromkeys(targets)]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None

@@ -61,8 +61,8 @@ def compare(got: AttentionOutput, expected: AttentionOutput, bound: Bound) -> Co
 
     Args:
         got: dtype[tokens, num_qo_heads, head_dim] and f32[tokens, num_qo_heads], on any device.
-        expected: `oracle(step)`.
-        bound: `allowed_error(step, expected)`.
+        expected: `oracle(step)`; its device is where they are compared.
+        bound: `allowed_error(step, expected)`, there too.
 
     Raises:
         ValueError: A tensor has another shape than the expected one.
@@ -114,19 +114,13 @@ def _worst(tensor: str, got: Tensor, expected: Tensor, allowed: Tensor) -> Diffe
         raise ValueError(f"{tensor} has shape {list(got.shape)}, expected {list(expected.shape)}")
     if not expected.numel():
         return None
-    got = got.detach().double().cpu()
+    got = got.detach().to(expected.device).double()
     error = torch.where(got == expected, 0.0, (got - expected).abs())
     error = error.nan_to_num(nan=torch.inf, posinf=torch.inf)
     excess = torch.where(error == 0, 0.0, error / allowed)  # x / 0 is infinite
-    flat = int(excess.nan_to_num(nan=torch.inf).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape)]
-    return Difference(
-        tensor,
-        row=place[0],
-        head=place[1],
-        element=place[2] if len(place) > 2 else None,
-        got=float(got.flatten()[flat]),
-        expected=float(expected.flatten()[flat]),
-        error=float(error.flatten()[flat]),
-        allowed=float(allowed.flatten()[flat]),
-    )
+    flat = excess.nan_to_num(nan=torch.inf).argmax()
+    found = [each.flatten()[flat] for each in (got, expected, error, allowed)]
+    index, *numbers = torch.stack([flat.double(), *found]).tolist()  # a GPU is waited for once
+    place = [int(i) for i in torch.unravel_index(torch.tensor(int(index)), expected.shape)]
+    element = place[2] if len(place) > 2 else None
+    return Difference(tensor, place[0], place[1], element, *numbers)

@@ -63,7 +63,7 @@ def visible_mask(spec: AttentionSpec, qo_len: int, kv_len: int) -> Tensor:
 
 def masked_scores(spec: AttentionSpec, block: DenseBlock) -> Tensor:
     """[num_qo_heads, rows, keys]: scaled and capped scores, minus infinity where not visible."""
-    scores = block.q @ block.k.transpose(1, 2) * spec.scale
+    scores = block.q @ block.k.transpose(-1, -2) * spec.scale
     if spec.logits_soft_cap > 0:
         scores = torch.tanh(scores / spec.logits_soft_cap) * spec.logits_soft_cap
     return scores.masked_fill(~block.visible, -torch.inf)
@@ -85,10 +85,25 @@ def dense_attention(step: Step, dtype: torch.dtype = torch.float32) -> Attention
     out = torch.zeros(small.q.shape, dtype=dtype)
     lse = torch.full(small.q.shape[:2], -torch.inf, dtype=dtype)
     for block in dense_blocks(small, dtype):
-        scores = masked_scores(small.spec, block)
-        # a row that sees no key has the softmax NaN
-        p = torch.softmax(scores, dim=-1).masked_fill(~block.visible.any(1)[:, None], 0)
-        product = p.to(rounded).to(dtype) @ block.v
-        out[block.rows] = product.to(rounded).to(dtype).transpose(0, 1)
-        lse[block.rows] = torch.logsumexp(scores, dim=-1).transpose(0, 1)
+        values, log_sums = attend_block(small.spec, block, rounded)
+        out[block.rows] = values.transpose(0, 1)
+        lse[block.rows] = log_sums.transpose(0, 1)
     return AttentionOutput(out, lse)
+
+
+def attend_block(
+    spec: AttentionSpec, block: DenseBlock, rounded: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[heads, rows, head_dim] and [heads, rows] of a block, in the block's dtype.
+
+    Args:
+        spec: Scale, mask and soft cap.
+        block: Its leading dimensions may be more than heads.
+        rounded: What probabilities and output are rounded to.
+    """
+    dtype = block.q.dtype
+    scores = masked_scores(spec, block)
+    # a row that sees no key has the softmax NaN
+    p = torch.softmax(scores, dim=-1).masked_fill(~block.visible.any(-1, keepdim=True), 0)
+    product = p.to(rounded).to(dtype) @ block.v
+    return product.to(rounded).to(dtype), torch.logsumexp(scores, dim=-1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from pagedattn.checking.batch import Batch
 from pagedattn.checking.case import Case
 from pagedattn.checking.compare import Difference
+from pagedattn.checking.step import Step
 from pagedattn.checking.variant import read_slots
 
 MIN_COSINE = 0.99
@@ -111,3 +115,20 @@ def _suspect_key(case: Case, request: int, difference: Difference) -> int | None
     if unlikely or (len(best) > 1 and float(best[1]) > float(best[0]) - MIN_LEAD):
         return None
     return int(keys[0])
+
+
+def describe_row(batch: Batch | Step, row: int) -> str:
+    """Say whose query a row of `q` is.
+
+    Example:
+        >>> from pagedattn.spec import AttentionSpec
+        >>> pages = ((0, 1), (2,))
+        >>> describe_row(Batch(AttentionSpec(1, 1, 16), 4, 3, (7, 4), (2, 3), pages), row=3)
+        'request 1 of 2, query 1 of 3, kv_len 4'
+    """
+    begins = [0, *accumulate(batch.qo_lens)]
+    request = bisect_right(begins, row) - 1
+    return (
+        f"request {request} of {len(batch.kv_lens)}, query {row - begins[request]} of "
+        f"{batch.qo_lens[request]}, kv_len {batch.kv_lens[request]}"
+    )

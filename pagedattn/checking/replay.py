@@ -11,35 +11,39 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from pagedattn.checking.bound import allowed_error
 from pagedattn.checking.capsule import Capsule, load_capsule
 from pagedattn.checking.choice import (
     all_that_run,
     interpret_on_cpu,
     named_backends,
+    named_targets,
     usable_device,
 )
-from pagedattn.checking.compare import (
-    Comparison,
-    arithmetic_of,
-    check_backend,
-    compare,
-    compared_with,
-    expected_of,
-)
+from pagedattn.checking.compare import Comparison, compare
 from pagedattn.checking.diagnose import diagnose
+from pagedattn.checking.place import describe_row
 from pagedattn.checking.step import Step
-from pagedattn.checking.tally import describe_row
+from pagedattn.checking.subject import Subject, backend_subject
 
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--backend", "backends", multiple=True, help="Backend to run; may be repeated.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="Function to run, as in `pagedattn check`; may be repeated.",
+)
 @click.option("--device", help="Where to compute. [default: the current GPU, else the CPU]")
-def replay(file: Path, backends: tuple[str, ...], device: str | None) -> None:
+def replay(
+    file: Path, backends: tuple[str, ...], targets: tuple[str, ...], device: str | None
+) -> None:
     """Compute the step in a capsule again and compare it with float64 attention.
 
-    Without --backend, every backend that runs it on this machine. Exit code 1 if one is wrong now.
+    Without --backend and --target, every backend that runs it on this machine. Exit code 1 if one
+    is wrong now.
     """
     try:
         capsule = load_capsule(file)
@@ -48,28 +52,32 @@ def replay(file: Path, backends: tuple[str, ...], device: str | None) -> None:
     where = usable_device(device)
     interpret_on_cpu(where)
     console = Console()
+    subjects = named_targets(targets)
     _say(console, *_describe(capsule))
     _say(console, *_verdicts_of_kept(capsule))
     spec, page_size = capsule.metadata.spec, capsule.metadata.page_size
-    chosen = (
-        named_backends(backends, spec, page_size, where)
-        if backends
-        else all_that_run(spec, page_size, where, console)
-    )
+    if backends:
+        names = named_backends(backends, spec, page_size, where)
+    else:
+        names = [] if targets else all_that_run(spec, page_size, where, console)
+    subjects = [*map(backend_subject, names), *subjects]
     step = capsule.step_on(where)
-    right = True
-    for backend in chosen:
-        try:
-            comparison = check_backend(backend, step)
-        except Exception as error:  # whatever a backend may raise: the others still count
-            right = False
-            raised = f"WRONG, raised {type(error).__name__}: {error}"
-            _say(console, f"now: {backend} on {where} vs {compared_with(backend)}: {raised}")
-            continue
-        right &= comparison.ok
-        _say(console, f"now: {backend} on {where} vs {_verdict(backend, step, comparison)}")
-    if not right:
+    if not all([_is_right(subject, step, console) for subject in subjects]):
         raise SystemExit(1)
+
+
+def _is_right(subject: Subject, step: Step, console: Console) -> bool:
+    """Compute the step and say how far it is from right; what is declined is not wrong."""
+    now = f"now: {subject.name} on {step.q.device}"
+    try:
+        comparison = compare(subject.attend(step), *subject.truth(step))
+    except Exception as error:  # whatever a subject may raise: the others still count
+        declined = subject.may_decline and isinstance(error, NotImplementedError)
+        what = "declined" if declined else f"WRONG, raised {type(error).__name__}"
+        _say(console, f"{now} vs {subject.compared_with}: {what}: {error}")
+        return declined
+    _say(console, f"{now} vs {_verdict(subject, step, comparison)}")
+    return comparison.ok
 
 
 def _describe(capsule: Capsule) -> list[str]:
@@ -89,27 +97,27 @@ def _describe(capsule: Capsule) -> list[str]:
 
 def _verdicts_of_kept(capsule: Capsule) -> list[str]:
     """Whether the answers in the file are wrong, by a float64 answer that is computed here."""
-    backend, step = capsule.metadata.backend, capsule.step
-    expected = expected_of(backend, step)
-    bound = allowed_error(step, expected, arithmetic_of(backend))
+    step = capsule.step
+    subject = backend_subject(capsule.metadata.backend)
+    expected, bound = subject.truth(step)
     lines = []
     if not compare(capsule.expected, expected, bound).ok:
         lines.append("kept float64 answer: WRONG, it is not that of the kept inputs")
     if capsule.got is None:
         return [*lines, "kept answer: none, there was an error instead"]
     comparison = compare(capsule.got, expected, bound)
-    lines.append(f"kept answer: {backend} vs {_verdict(backend, step, comparison)}")
-    found = diagnose(step, capsule.got, arithmetic=arithmetic_of(backend), has_lse=capsule.has_lse)
+    lines.append(f"kept answer: {subject.name} vs {_verdict(subject, step, comparison)}")
+    found = diagnose(step, capsule.got, arithmetic=subject.arithmetic, has_lse=capsule.has_lse)
     return lines if found is None else [*lines, *str(found).splitlines()]
 
 
-def _verdict(backend: str, step: Step, comparison: Comparison) -> str:
+def _verdict(subject: Subject, step: Step, comparison: Comparison) -> str:
     worst = comparison.worst
     if worst is None:
-        return f"{compared_with(backend)}: ok, nothing to compare"
+        return f"{subject.compared_with}: ok, nothing to compare"
     verdict = "ok" if comparison.ok else "WRONG"
     place = describe_row(step, worst.row)
-    return f"{compared_with(backend)}: {verdict}, worst at {worst} ({place})"
+    return f"{subject.compared_with}: {verdict}, worst at {worst} ({place})"
 
 
 def _short(lens: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""`pagedattn check`: the command that compares every backend of a machine with float64.
+"""`pagedattn check`: the command that holds backends and anybody's functions to properties.
 
 On a machine without a GPU Triton interprets, and decides so when it is imported: nothing that this
 module imports may import it.
@@ -6,48 +6,129 @@ module imports may import it.
 
 from __future__ import annotations
 
-from itertools import islice
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from pagedattn.checking.choice import (
     all_that_run,
     interpret_on_cpu,
     named_backends,
+    named_targets,
     usable_device,
 )
-from pagedattn.checking.compare import compared_with
-from pagedattn.checking.evidence import describe_batch, keep_failure
-from pagedattn.checking.tally import Tally, check_batches, supported_batches
+from pagedattn.checking.here import Examiner, outcomes_here
+from pagedattn.checking.profiles import PROFILES, Profile
+from pagedattn.checking.properties import AGREEMENT, PROPERTIES
+from pagedattn.checking.report import Report
+from pagedattn.checking.schedule import Schedule, groups_of, shared_out
+from pagedattn.checking.subject import Subject, backend_subject
+from pagedattn.checking.tally import tally
+from pagedattn.checking.task import Outcome
+from pagedattn.checking.workers import WorkerLimits, outcomes_of_workers
 from pagedattn.spec import AttentionSpec
 
 ALL_MODES = ("prefill", "decode", "mixed")
 PLAIN_SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64)
 """A backend that cannot compute this here takes no part."""
-DRAWS_PER_EXAMPLE = 20
-"""So many steps are drawn for one example, at most, until the backend supports one."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """What a command line asks for."""
+
+    profile: Profile
+    props: tuple[str, ...]
+    modes: tuple[str, ...]
+    examples: int | None
+    seconds: float | None
+    seed: int
+    jobs: int
+    folder: Path
+    limits: WorkerLimits
+
+
+def _list_properties(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        width = max(map(len, PROPERTIES))
+        for prop in PROPERTIES.values():
+            click.echo(f"{prop.name:<{width}}  {prop.compares}")
+        context.exit()
 
 
 @click.command()
 @click.option("--backend", "backends", multiple=True, help="Backend to check; may be repeated.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="Function to check instead of backends, see below; may be repeated.",
+)
 @click.option("--mode", type=click.Choice([*ALL_MODES, "all"]), default="all", show_default=True)
+@click.option(
+    "--property",
+    "props",
+    multiple=True,
+    type=click.Choice(list(PROPERTIES)),
+    metavar="NAME",
+    help="Property to try, see --list-properties; may be repeated. [default: all]",
+)
+@click.option(
+    "--list-properties",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_properties,
+    help="Say what each property compares with what, and exit.",
+)
+@click.option(
+    "--profile",
+    type=click.Choice(list(PROFILES)),
+    default="quick",
+    show_default=True,
+    help="How much is drawn: under a minute on two cores, some minutes, or more.",
+)
 @click.option(
     "--examples",
     type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Random steps for each backend and mode.",
+    help="Random steps for each backend and property, of the agreement for each mode. With the "
+    "profile deep: steps in all. [default: by profile]",
+)
+@click.option(
+    "--time",
+    "seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Draw until so many seconds have passed; with --examples, whichever comes first.",
 )
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first step."
 )
 @click.option("--device", help="Where to compute. [default: the current GPU, else the CPU]")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Worker processes; 0: none. A worker that hangs or dies is replaced, and what it was "
+    "computing is a mismatch.",
+)
+@click.option(
+    "--case-time",
+    type=click.FloatRange(min=0, min_open=True),
+    default=WorkerLimits.case,
+    show_default=True,
+    metavar="SECONDS",
+    help="What a worker has for one step; ten times as long where kernels are compiled first.",
+)
 @click.option(
     "--capsule-dir",
     type=click.Path(path_type=Path, file_okay=False),
@@ -55,77 +136,138 @@ DRAWS_PER_EXAMPLE = 20
     show_default=True,
     help="Where the capsule of a failing step goes.",
 )
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the document of --json to this file too.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def check(
     backends: tuple[str, ...],
+    targets: tuple[str, ...],
     mode: str,
-    examples: int,
+    props: tuple[str, ...],
+    profile: str,
+    examples: int | None,
+    seconds: float | None,
     seed: int,
     device: str | None,
+    jobs: int,
+    case_time: float,
     capsule_dir: Path,
+    record: Path | None,
+    as_json: bool,
 ) -> None:
-    """Compare backends with float64 attention on random paged batches.
+    r"""Hold backends to float64 attention and to properties on random paged batches.
 
-    Without --backend, every backend that runs on this machine. Exit code 1 if one is
+    Without --backend and --target, every backend that runs on this machine. Exit code 1 if one is
     wrong: its first wrong step is shrunk and kept as a capsule, which `pagedattn replay` reads.
+
+    A target is any importable function
+
+    \b
+      fn(q, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, qo_indptr, *,
+         causal, window_left, sm_scale, logits_soft_cap) -> out or (out, lse)
+
+    \b
+      q           dtype[tokens, num_qo_heads, head_dim]
+      k_pages     dtype[pages, page_size, num_kv_heads, head_dim]; v_pages alike
+      kv_indptr   i32[batch + 1], where each request's pages begin in kv_indices
+      kv_indices  i32[kv_indptr[-1]], physical page ids
+      kv_lens     i32[batch], keys of each request, this step's new tokens included
+      qo_indptr   i32[batch + 1], where each request's queries begin in q
+      out         as q; lse f32[tokens, num_qo_heads], natural logarithm
+
+    What it cannot compute it declines with NotImplementedError: such steps are counted, and others
+    are drawn in their place.
     """
     where = usable_device(device)
     interpret_on_cpu(where)
-    console = Console()
-    chosen = (
-        named_backends(backends, PLAIN_SPEC, 16, where)
-        if backends
-        else all_that_run(PLAIN_SPEC, 16, where, console)
+    console = Console(stderr=as_json)
+    wanted = _Wanted(
+        PROFILES[profile],
+        tuple(dict.fromkeys(props)) or tuple(PROPERTIES),
+        ALL_MODES if mode == "all" else (mode,),
+        examples,
+        seconds,
+        seed,
+        jobs,
+        capsule_dir,
+        WorkerLimits(case=case_time),
     )
-    modes = ALL_MODES if mode == "all" else (mode,)
-    seeds = range(seed, seed + examples * DRAWS_PER_EXAMPLE)
-
-    tallies = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for backend in chosen:
-            for each in modes:
-                batches = islice(supported_batches(backend, each, seeds, where), examples)
-                title = f"{backend} vs {compared_with(backend)}, {each}"
-                shown = progress.track(batches, total=examples, description=title)
-                tallies.append(check_batches(backend, each, iter(shown), where))
-    console.print(_table(tallies, where, seed))
-    wrong = [tally for tally in tallies if tally.failures]
-    for tally in wrong:
-        console.print(_report(tally, where), markup=False, highlight=False, soft_wrap=True)
-        kept = keep_failure(tally.backend, tally.mode, tally.failures[0], where, capsule_dir)
-        console.print(kept, markup=False, highlight=False, soft_wrap=True)
-    if wrong:
+    subjects = _subjects(backends, targets, wanted.profile, where, console)
+    report = _check(wanted, subjects, where)
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(report.document(), indent=1) + "\n")
+    if as_json:
+        click.echo(json.dumps(report.document(), indent=1))
+    else:
+        _print(report, console)
+    if report.wrong:
         raise SystemExit(1)
+    if not report.num_checked:
+        raise click.UsageError(f"nothing was checked: {'; '.join(report.notes()) or 'no time'}")
 
 
-def _table(tallies: list[Tally], device: torch.device, seed: int) -> Table:
-    # narrow enough for 80 columns, which is what a pipe gets
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.title = f"Attention on {device}, steps drawn from seed {seed}"
-    for column in ("compared", "mode", "steps", "worst error", "allowed", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for tally in tallies:
-        worst = tally.worst
-        table.add_row(
-            f"{tally.backend} vs {compared_with(tally.backend)}",
-            tally.mode,
-            str(tally.num_examples),
-            "none" if worst is None else f"{worst.error:.1e} {worst.tensor}",
-            "none" if worst is None else f"{worst.allowed:.1e}",
-            f"[red]{len(tally.failures)} wrong[/red]" if tally.failures else "[green]ok[/green]",
-        )
-    return table
+def _subjects(
+    backends: tuple[str, ...],
+    targets: tuple[str, ...],
+    profile: Profile,
+    device: torch.device,
+    console: Console,
+) -> list[Subject]:
+    """What the command line names, by default every backend that runs here."""
+    functions = named_targets(targets, live=profile.live)
+    if backends:
+        names = named_backends(backends, PLAIN_SPEC, 16, device)
+    else:
+        names = [] if targets else all_that_run(PLAIN_SPEC, 16, device, console)
+    return [*(backend_subject(name, live=profile.live) for name in names), *functions]
 
 
-def _report(tally: Tally, device: torch.device) -> str:
-    """The first failure of a tally, and how to see it again."""
-    failure = tally.failures[0]
-    batch = failure.batch
-    lines = [
-        f"MISMATCH: {tally.backend} vs {compared_with(tally.backend)}, {tally.mode}: "
-        f"{len(tally.failures)} of {tally.num_examples} steps",
-        f"  first: {failure.problem}",
-        *describe_batch(batch),
-        f"  again: pagedattn check --backend {tally.backend} --mode {tally.mode} "
-        f"--seed {failure.seed} --examples 1 --device {device.type}",
-    ]
-    return "\n".join(lines)
+def _check(wanted: _Wanted, subjects: list[Subject], device: torch.device) -> Report:
+    """Try every task and count what comes out."""
+    begin = time.monotonic()
+    profile = wanted.profile
+
+    def num_tasks(prop: str, num_modes: int) -> int:
+        if prop == AGREEMENT.name:
+            return num_modes * (wanted.examples or profile.agreement)
+        return wanted.examples or profile.others
+
+    groups, left_out = groups_of(subjects, wanted.props, wanted.modes, device, num_tasks)
+    if profile.live and wanted.examples:
+        groups = shared_out(groups, wanted.examples)
+    endless = wanted.seconds is not None and wanted.examples is None
+    schedule = Schedule(groups, subjects, profile, wanted.seed, device, endless=endless)
+    end = begin + (wanted.seconds or float("inf"))
+    by_name = {subject.name: subject for subject in subjects}
+    examiner = Examiner(by_name, profile, device, wanted.folder)
+    if wanted.jobs:
+        outcomes = outcomes_of_workers(examiner, schedule, wanted.jobs, wanted.limits, end)
+    else:
+        outcomes = outcomes_here(examiner, schedule, end)
+    tallies = tally(_shown(outcomes, None if endless else schedule.num_tasks))
+    order = {(group.subject, group.prop): i for i, group in enumerate(groups)}
+    tallies.sort(key=lambda t: (order[t.subject, t.prop], ALL_MODES.index(t.mode)))
+    seconds = time.monotonic() - begin
+    return Report(device, profile, wanted.seed, by_name, tallies, left_out, seconds)
+
+
+def _shown(outcomes: Iterator[Outcome], total: int | None) -> Iterator[Outcome]:
+    """The outcomes, with a bar that says how far it is."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("check", total=total)
+        for outcome in outcomes:
+            task = outcome.task
+            said = f"{task.subject}: {task.prop}, {task.mode}"
+            progress.update(bar, advance=outcome.declined is None, description=said)
+            yield outcome
+
+
+def _print(report: Report, console: Console) -> None:
+    console.print(report.table())
+    for line in [*report.notes(), *report.mismatches()]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -87,12 +87,17 @@ def attend_with(backend: str) -> Attend:
             step.spec, step.page_size, backend=backend, device=step.kv_cache.device
         )
         attn.plan(_decoy(step.page_table), step.qo_indptr)
-        attn.plan(step.page_table, step.qo_indptr)
-        out = torch.full_like(step.q, torch.nan)
-        lse = torch.full(step.q.shape[:2], torch.nan, dtype=torch.float32, device=step.q.device)
-        return attn.run_return_lse(step.q, step.kv_cache, out=out, lse=lse)
+        return run_hostile(attn, step)
 
     return attend
+
+
+def run_hostile(attn: PagedAttention, step: Step) -> AttentionOutput:
+    """Plan and run a step into an `out` and an `lse` that are full of NaN."""
+    attn.plan(step.page_table, step.qo_indptr)
+    out = torch.full_like(step.q, torch.nan)
+    lse = torch.full(step.q.shape[:2], torch.nan, dtype=torch.float32, device=step.q.device)
+    return attn.run_return_lse(step.q, step.kv_cache, out=out, lse=lse)
 
 
 def _decoy(table: PageTable) -> PageTable:

@@ -1,97 +1,45 @@
-"""Many random steps through one backend: how close to float64 it stays, and which it gets wrong."""
+"""Many outcomes, counted: how close to float64 each group stays, and what it gets wrong."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import torch
-
-from pagedattn.backends import unsupported_reasons
-from pagedattn.checking.batch import Batch
-from pagedattn.checking.compare import Difference, check_backend
-from pagedattn.checking.drawing import RandomChoices, SpecLimits, StepLimits, draw_batch
-from pagedattn.checking.step import Step
-
-GPU_SPECS = SpecLimits(max_qo_heads=48, max_window_left=5000)
-GPU_STEPS = StepLimits(max_batch_size=8, max_kv_len=5000, max_work=2000)
+from pagedattn.checking.compare import Difference
+from pagedattn.checking.task import Outcome
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One step that a backend got wrong."""
-
-    seed: int
-    batch: Batch
-    problem: str  # the worst difference and its place, or the error that was raised
-    raised: str | None = None  # the error's type, where one was raised
-
-
-@dataclass(frozen=True)
+@dataclass
 class Tally:
-    """What came out for one backend in one mode."""
+    """What came out for one property of one subject in one mode."""
 
-    backend: str
+    subject: str
+    prop: str
     mode: str
-    num_examples: int
-    worst: Difference | None  # the nearest to its allowed error, or the furthest above it
-    failures: tuple[Failure, ...]
+    num_checked: int = 0
+    num_declined: int = 0
+    declined: str | None = None  # why, the first time
+    worst: Difference | None = None  # the nearest to its allowed error, or the furthest above it
+    failures: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+        if outcome.declined is not None:
+            self.num_declined += 1
+            self.declined = self.declined or outcome.declined
+            return
+        self.num_checked += 1
+        worst = outcome.worst
+        if worst is not None and (self.worst is None or worst.excess > self.worst.excess):
+            self.worst = worst
+        if outcome.problem is not None:
+            self.failures.append(outcome)
 
 
-def batch_of_seed(mode: str, seed: int, device: torch.device) -> Batch:
-    """The step that the check command draws from a seed, larger for a GPU."""
-    on_gpu = device.type == "cuda"
-    specs, steps = (GPU_SPECS, GPU_STEPS) if on_gpu else (SpecLimits(), StepLimits())
-    return draw_batch(RandomChoices(f"{mode} {seed}"), mode, specs, steps)
-
-
-def supported_batches(
-    backend: str, mode: str, seeds: range, device: torch.device
-) -> Iterator[tuple[int, Batch]]:
-    """Draw one step a seed; yield those that the backend supports, with their seeds."""
-    for seed in seeds:
-        batch = batch_of_seed(mode, seed, device)
-        if not unsupported_reasons(backend, batch.spec, batch.page_size, device):
-            yield seed, batch
-
-
-def check_batches(
-    backend: str, mode: str, batches: Iterator[tuple[int, Batch]], device: torch.device
-) -> Tally:
-    """Compute every step with the backend and compare it; an error that it raises is a failure."""
-    worst: Difference | None = None
-    failures = []
-    num_examples = 0
-    for seed, batch in batches:
-        num_examples += 1
-        try:
-            comparison = check_backend(backend, batch.materialise(device))
-        except Exception as error:  # whatever a backend may raise: the other steps still count
-            raised = type(error).__name__
-            failures.append(Failure(seed, batch, f"raised {raised}: {error}", raised))
-            continue
-        found = comparison.worst
-        if found is not None and (worst is None or found.excess > worst.excess):
-            worst = found
-        if found is not None and not comparison.ok:
-            failures.append(Failure(seed, batch, f"{found} ({describe_row(batch, found.row)})"))
-    return Tally(backend, mode, num_examples, worst, tuple(failures))
-
-
-def describe_row(batch: Batch | Step, row: int) -> str:
-    """Say whose query a row of `q` is.
-
-    Example:
-        >>> from pagedattn.spec import AttentionSpec
-        >>> pages = ((0, 1), (2,))
-        >>> describe_row(Batch(AttentionSpec(1, 1, 16), 4, 3, (7, 4), (2, 3), pages), row=3)
-        'request 1 of 2, query 1 of 3, kv_len 4'
-    """
-    begins = [0, *accumulate(batch.qo_lens)]
-    request = bisect_right(begins, row) - 1
-    return (
-        f"request {request} of {len(batch.kv_lens)}, query {row - begins[request]} of "
-        f"{batch.qo_lens[request]}, kv_len {batch.kv_lens[request]}"
-    )
+def tally(outcomes: Iterable[Outcome]) -> list[Tally]:
+    """Count outcomes by subject, property and mode, in the order of their first ones."""
+    tallies: dict[tuple[str, str, str], Tally] = {}
+    for outcome in outcomes:
+        group = outcome.task.group
+        tallies.setdefault(group, Tally(*group)).add(outcome)
+    return list(tallies.values())
