@@ -11,6 +11,7 @@ import click
 
 _COMMANDS = {
     "check": "pagedattn.checking.run.check",
+    "planted": "pagedattn.checking.planted.command.planted",
     "replay": "pagedattn.checking.replay.replay",
     "demo": "pagedattn.integrations.demo.demo",
     "show": "pagedattn.draw.show.show",

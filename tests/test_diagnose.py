@@ -1,101 +1,60 @@
 """A wrong answer is told what kind of wrong it is, and a right one is left alone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import test_checker_catches as planted
 import torch
 from attention_steps import batch_of
+from test_checker_catches import StalePages, StalePlan
 
 from pagedattn import AttentionSpec, backends
 from pagedattn.attention import AttentionOutput
+from pagedattn.backends import reference
 from pagedattn.checking import miswritten
 from pagedattn.checking.diagnose import diagnose
-from pagedattn.checking.step import _decoy, attend_with
-from pagedattn.checking.tally import batch_of_seed
+from pagedattn.checking.planted import faults as planted
+from pagedattn.checking.planted.table import between_markers, count_faults, drawn_steps, markdown
+from pagedattn.checking.step import attend_with, decoy_of
 
-# What each planted fault of test_checker_catches.py is to be called; None: it has no name.
-NAMES = {
-    planted.window_one_short: "window one key short",
-    planted.window_one_long: "window one key long",
-    planted.window_ignored: "window ignored",
-    planted.mask_dropped: "causal mask ignored",
-    planted.diagonal_one_early: "diagonal one key early",
-    planted.diagonal_one_late: "diagonal one key late",
-    planted.last_page_read_to_its_end: "last page read to its end",
-    planted.one_page_too_many: "one page too many",
-    planted.last_page_dropped: "last page dropped",
-    planted.first_tile_dropped: "a piece of the keys is missing",
-    planted.pages_in_reverse_order: "pages in reverse order",
-    planted.pages_of_the_next_request: "pages of another request",
-    planted.nan_of_the_tail_times_zero: "NaN leak",
-    planted.lse_in_base_2: "LSE in base 2",
-    planted.lse_without_the_maximum: None,
-    planted.scale_of_another_head_dim: "sm_scale wrong",
-    planted.soft_cap_ignored: "soft cap ignored",
-    planted.keys_and_values_swapped: "keys and values swapped",
-    planted.kv_heads_interleaved: "query heads of another KV head",
-    planted.rows_in_reverse_order: "rows in another order",
-    planted.last_row_never_written: "rows never written",
-    planted.nan_where_no_key_is_visible: "wrong where no key is visible",
-    planted.mean_where_no_key_is_visible: "wrong where no key is visible",
-    planted.finite_lse_where_no_key_is_visible: "wrong where no key is visible",
-    planted.finite_minus_infinity: "finite minus infinity",
-    planted.probabilities_in_8_bits: None,
-}
 SPEC = AttentionSpec(4, 2, 40, torch.float16)
-
-
-@dataclass(frozen=True)
-class Count:
-    caught: int
-    named: int  # the planted fault is among the explanations
-    named_first: int
-
-
-DRAWS = {"decode": (0, 6), "prefill": (0, 3), "mixed": (1, 2)}  # mode: seeds
 
 
 @pytest.fixture(scope="module")
 def steps():
-    cpu = torch.device("cpu")
-    return [batch_of_seed(mode, s, cpu).materialise() for mode in DRAWS for s in DRAWS[mode]]
+    return drawn_steps()
 
 
 @pytest.fixture(scope="module")
 def counts(steps):
     """For each planted fault how often it is caught and named."""
-    return {fault: count(fault, name, steps) for fault, name in NAMES.items()}
-
-
-def count(fault, name, steps) -> Count:
-    found = [diagnose(step, fault(step)) for step in steps]
-    names = [diagnosis.names for diagnosis in found if diagnosis is not None]
-    named = sum(name in each for each in names)
-    return Count(len(names), named, sum(each[:1] == (name,) for each in names))
-
-
-def test_every_planted_fault_has_its_row():
-    assert set(NAMES) == set(planted.FAULTS)
+    return list(count_faults(steps))
 
 
 def test_every_planted_fault_is_caught(counts):
-    assert not [fault.__name__ for fault, count in counts.items() if count.caught == 0]
+    assert not [count.fault for count in counts if count.caught == 0]
+
+
+def test_the_table_in_the_readme_is_what_the_command_prints(counts):
+    readme = Path(__file__).parents[1] / "README.md"
+    assert between_markers(readme.read_text()) == markdown(counts), (
+        "run: pagedattn planted --update README.md"
+    )
 
 
 def test_at_least_nine_in_ten_planted_faults_are_named(counts):
     """Named: in most answers among the explanations, in some of them the first."""
     unnamed = {
-        fault.__name__: count
-        for fault, count in counts.items()
+        count.fault: count
+        for count in counts
         if 2 * count.named <= count.caught or count.named_first == 0
     }
     assert len(unnamed) <= len(counts) / 10, unnamed
-    assert list(unnamed) == ["lse_without_the_maximum", "probabilities_in_8_bits"], unnamed
+    assert list(unnamed) == ["lse without the maximum", "probabilities in 8 bits"], unnamed
 
 
 def test_at_least_nine_in_ten_answers_are_explained_by_the_fault_they_come_from(counts):
-    with_name = {f.__name__: count for f, count in counts.items() if NAMES[f] is not None}
+    with_name = {count.fault: count for count in counts if count.name is not None}
     missed = {name: count for name, count in with_name.items() if count.named < count.caught}
     caught = sum(count.caught for count in with_name.values())
     assert sum(count.named for count in with_name.values()) >= 0.9 * caught, missed
@@ -116,12 +75,12 @@ def test_an_unknown_fault_is_said_to_be_unexplained(kind):
     assert str(diagnosis).startswith("Unexplained: none of ")
 
 
-@pytest.mark.parametrize("fault", [planted.StalePlan, planted.StalePages])
+@pytest.mark.parametrize("fault", [StalePlan, StalePages])
 def test_a_stale_plan_is_named(fault, monkeypatch):
-    entry = backends._Entry(f"{planted.__name__}.{fault.__name__}", needs="torch", install="")
+    entry = backends._Entry(f"{StalePlan.__module__}.{fault.__name__}", needs="torch", install="")
     monkeypatch.setitem(backends._BACKENDS, "stale", entry)
     step = batch_of(SPEC, 4, (13, 15), (2, 2)).materialise()
-    earlier = replace(step, page_table=_decoy(step.page_table))
+    earlier = replace(step, page_table=decoy_of(step.page_table))
     got = attend_with("stale")(step)
     # the earlier plan is this one backwards, so that pages in reverse order are as good a name
     assert diagnose(step, got, earlier=[earlier]).names[0] == "stale plan"
@@ -168,9 +127,9 @@ def test_a_piece_that_is_not_merged_is_found():
         return k[kept], v[kept]
 
     with pytest.MonkeyPatch.context() as patch:
-        attend = planted.reference.attend_one_query
+        attend = reference.attend_one_query
         patch.setattr(
-            planted.reference,
+            reference,
             "attend_one_query",
             lambda spec, q, k, v: attend(spec, q, *unmerged(k, v)),
         )

@@ -92,7 +92,7 @@ def describe_step(step: Step) -> list[str]:
 def as_found(outcome: Outcome, batch: Batch, subject: Subject, folder: Path) -> Outcome:
     """Keep a step that nothing can be asked about again: its process hung or died."""
     path = folder / f"capsule-{_file_name(outcome.task)}{SUFFIX}"
-    lines = [*describe_batch(batch), _picture(batch)]
+    lines = [_picture(batch)]
     try:
         _save(path, subject, Found(Tried(outcome), batch), None)
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from pagedattn.checking.profiles import Profile, batch_of_task
 from pagedattn.checking.properties import AGREEMENT, PROPERTIES
 from pagedattn.checking.subject import Subject
 from pagedattn.checking.tally import Tally
-from pagedattn.checking.task import Outcome
+from pagedattn.checking.task import PROCESS_ENDED, Outcome
 from pagedattn.toolchain import FLASHINFER_PACKAGE, package_version
 
 PACKAGES = ("pagedattn", "torch", "triton", FLASHINFER_PACKAGE)
@@ -59,7 +59,8 @@ class Report:
         # narrow enough for 80 columns, which is what a pipe gets
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         table.title = f"Attention on {self.device}, steps drawn from seed {self.first_seed}"
-        for column in ("compared", "mode", "steps", "worst error", "allowed", "verdict"):
+        table.add_column("compared", overflow="fold")
+        for column in ("mode", "steps", "worst error", "allowed", "verdict"):
             table.add_column(column, no_wrap=True)
         for (title, mode), tallies in self._rows().items():
             found = [tally.worst for tally in tallies if tally.worst is not None]
@@ -123,11 +124,12 @@ class Report:
 
     def _command(self, failure: Outcome) -> str:
         task = failure.task
+        jobs = " --jobs 1" if failure.raised == PROCESS_ENDED else ""
         profile = "" if self.profile.name == "quick" else f"--profile {self.profile.name} "
         return (
             f"pagedattn check {profile}{self.subjects[task.subject].option} "
             f"--property '{task.prop}' --mode {task.mode} --seed {task.seed} --examples 1 "
-            f"--device {self.device.type}"
+            f"--device {self.device.type}{jobs}"
         )
 
     def document(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class Report:
             "counts": [_counts(tally) for tally in self.tallies],
             "not_tried": list(self.left_out),
             "mismatches": [
-                {**failure.to_json(), "again": self._command(failure)}
+                _mismatch_document(failure, self._command(failure))
                 for tally in self.wrong
                 for failure in tally.failures
             ],
@@ -177,3 +179,9 @@ def _counts(tally: Tally) -> dict[str, Any]:
         "wrong": len(tally.failures),
         "worst_error_over_allowed": ratio,
     }
+
+
+def _mismatch_document(failure: Outcome, again: str) -> dict[str, Any]:
+    values = failure.to_json()
+    del values["declined"], values["evidence"]  # the second is for eyes
+    return {**values.pop("task"), **values, "again": again}

@@ -86,7 +86,7 @@ def attend_with(backend: str) -> Attend:
         attn = PagedAttention(
             step.spec, step.page_size, backend=backend, device=step.kv_cache.device
         )
-        attn.plan(_decoy(step.page_table), step.qo_indptr)
+        attn.plan(decoy_of(step.page_table), step.qo_indptr)
         return run_hostile(attn, step)
 
     return attend
@@ -100,7 +100,7 @@ def run_hostile(attn: PagedAttention, step: Step) -> AttentionOutput:
     return attn.run_return_lse(step.q, step.kv_cache, out=out, lse=lse)
 
 
-def _decoy(table: PageTable) -> PageTable:
+def decoy_of(table: PageTable) -> PageTable:
     """A legal table for the same cache and the same number of requests, with other contents."""
     lens = table.kv_lens.flip(0)
     backwards = table.kv_indices.flip(0).contiguous()

@@ -16,7 +16,7 @@ The function is called with tensors on the device under test:
 
 What the parameters mean is written in `pagedattn/attention.py`; `sm_scale` is always a number. What
 a function cannot compute it declines with `NotImplementedError`: such steps are counted and shown,
-and never called a pass. Where it returns no LSE, that of float64 stands in and is not checked.
+and never called a pass. Where it returns no LSE, that of float64 stands in, in float64.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from pagedattn.checking.properties import PROPERTIES, Answer, Trial
 from pagedattn.checking.subject import Subject, backend_subject
 from pagedattn.checking.target import target_subject
 
+PROCESS_ENDED = "process ended"
+"""What was raised where a worker process hung or died."""
+
 
 @dataclass(frozen=True)
 class Task:

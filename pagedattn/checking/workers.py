@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pagedattn.checking.evidence import as_found
 from pagedattn.checking.here import Examiner
 from pagedattn.checking.profiles import batch_of_task, kind_of_task
 from pagedattn.checking.schedule import Schedule
-from pagedattn.checking.task import Outcome, Task
+from pagedattn.checking.task import PROCESS_ENDED, Outcome, Task
 
 CHUNK = 16
 """Tasks that a worker gets at once, of one layer kind."""
@@ -135,7 +136,8 @@ class _Worker:
         self._errors.seek(0)
         said = self._errors.read()[-4000:].decode(errors="replace").splitlines()[-LAST_WORDS:]
         self._errors.close()
-        how = "gave no answer in time, and was killed" if time_up else f"died with exit code {code}"
+        ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = "gave no answer in time, and was killed" if time_up else ended
         return f"{how}: {' / '.join(said)}" if said else how
 
 
@@ -261,7 +263,7 @@ def _bury(
     if worker.wrong is not None:  # it ended while it looked into it
         outcome = worker.wrong
     else:
-        outcome = Outcome(task, problem=f"its process {how}", raised="process ended")
+        outcome = Outcome(task, problem=f"its process {how}", raised=PROCESS_ENDED)
     if task.group in kept:
         return [outcome]
     kept.add(task.group)
