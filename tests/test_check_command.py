@@ -1,9 +1,12 @@
 """`pagedattn check`: what it prints and how it exits."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +14,11 @@ from click.testing import CliRunner
 
 from pagedattn import backends
 from pagedattn.backends.reference import ReferenceBackend
-from pagedattn.checking.tally import batch_of_seed, check_batches, describe_row, supported_batches
+from pagedattn.checking.place import describe_row
+from pagedattn.checking.profiles import PROFILES, batch_of_seed
+from pagedattn.checking.properties import PROPERTIES
+from pagedattn.checking.schedule import Schedule, groups_of, shared_out
+from pagedattn.checking.subject import backend_subject
 from pagedattn.cli import main
 
 
@@ -22,6 +29,9 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 def run(*arguments: str):
+    """The agreement alone, where no property is named."""
+    if "--property" not in arguments:
+        arguments = ("--property", "agreement", *arguments)
     return CliRunner().invoke(main, ["check", "--device", "cpu", *arguments])
 
 
@@ -77,15 +87,15 @@ def test_a_wrong_backend_exits_with_1_and_shows_the_first_case(monkeypatch):
     assert result.exit_code == 1
     assert re.search(r"wrong vs float64 reference +decode +3 .* 3 wrong", result.stdout)
     report = result.stdout[result.stdout.index("MISMATCH") :]
-    assert "wrong vs float64 reference, decode: 3 of 3 steps" in report
-    batch = batch_of_seed("decode", 5, torch.device("cpu"))
+    assert "wrong vs float64 reference, agreement, decode: 3 of 3 steps" in report
+    batch = batch_of_seed("decode", 5)
     for part in (
         str(batch.spec),
         f"page_size={batch.page_size}",
         f"kv_lens={batch.kv_lens}",
         f"qo_lens={batch.qo_lens}",
         f"values={batch.values!r}",
-        "--backend wrong --mode decode --seed 5 --examples 1 --device cpu",
+        "--backend wrong --property agreement --mode decode --seed 5 --examples 1 --device cpu",
     ):
         assert part in report
     place = re.search(r"(out|lse)\[\d+, \d+.*\] is .*, expected .*: error .*, allowed .*", report)
@@ -154,6 +164,14 @@ def test_without_names_all_that_run_are_checked_and_the_others_listed(monkeypatc
         ["--device", "toaster"],
         ["--device", "cuda:99"],
         ["--wat"],
+        ["--property", "beauty"],
+        ["--profile", "endless"],
+        ["--time", "0"],
+        ["--jobs", "-1"],
+        ["--target", "no_such_module:attention"],
+        ["--target", "math:no_such_function"],
+        ["--target", "math"],
+        ["--target", "math:pi"],
         ["extra"],
     ],
 )
@@ -169,18 +187,138 @@ def test_the_same_seed_prints_the_same_and_another_seed_another():
     assert run(*arguments, "3").stdout != run(*arguments, "4").stdout
 
 
+def schedule_of(name, props=("agreement",), modes=("decode",), num_tasks=3, **options):
+    subject, cpu = backend_subject(name), torch.device("cpu")
+    groups, _ = groups_of([subject], props, modes, cpu, lambda *_: num_tasks)
+    return Schedule(groups, [subject], PROFILES["quick"], 0, cpu, **options)
+
+
+def taken(schedule, at_most=1000):
+    tasks = []
+    while len(tasks) < at_most and (task := schedule.take()) is not None:
+        tasks.append(task)
+    return tasks
+
+
 def test_a_backend_with_limits_gets_steps_that_it_supports(monkeypatch):
     plant(monkeypatch, OnlyHeadDim64)
-    device = torch.device("cpu")
-    drawn = list(supported_batches("onlyheaddim64", "decode", range(60), device))
-    assert 0 < len(drawn) < 60
-    assert {batch.spec.head_dim for _, batch in drawn} == {64}
-    tally = check_batches("onlyheaddim64", "decode", iter(drawn[:2]), device)
-    assert (tally.num_examples, tally.failures) == (2, ())
+    tasks = taken(schedule_of("onlyheaddim64", num_tasks=20))
+    assert len(tasks) == 20
+    assert {batch_of_seed(task.mode, task.seed).spec.head_dim for task in tasks} == {64}
+    assert tasks[-1].seed > 20
+
+
+def test_a_backend_that_supports_no_step_ends_the_schedule(monkeypatch):
+    plant(monkeypatch, Nothing)
+    assert taken(schedule_of("nothing")) == []
+    assert taken(schedule_of("nothing", endless=True)) == []
+
+
+def test_every_part_of_a_schedule_is_a_fair_one():
+    tasks = taken(schedule_of("reference", ("agreement", "poison"), ("decode", "mixed"), 8))
+    for part in (tasks[:4], tasks[8:12]):
+        assert {(task.prop, task.mode) for task in part} == {
+            (prop, mode) for prop in ("agreement", "poison") for mode in ("decode", "mixed")
+        }
+    assert len(set(tasks)) == len(tasks) == 16
+    assert len(taken(schedule_of("reference", endless=True), at_most=50)) == 50
+
+
+def test_a_declined_task_is_replaced_but_not_for_ever():
+    schedule = schedule_of("reference", num_tasks=2)
+    seeds = []
+    while (task := schedule.take()) is not None:
+        seeds.append(task.seed)
+        schedule.declined(task)
+    assert seeds == list(range(400))
+
+
+def test_a_number_of_steps_in_all_is_shared_out():
+    subject, cpu = backend_subject("reference"), torch.device("cpu")
+    groups, left_out = groups_of(
+        [subject], list(PROPERTIES), ("decode", "mixed"), cpu, lambda *_: 1
+    )
+    shared = {group.prop: group.num_tasks for group in shared_out(groups, 2700)}
+    assert shared["agreement"] == 12 * shared["poison"]
+    assert 2600 <= sum(shared.values()) <= 2700
+    assert len(left_out) == 2
+
+
+def test_properties_are_listed_with_what_they_compare():
+    result = CliRunner().invoke(main, ["check", "--list-properties"])
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split("  ")[0] for line in lines] == list(PROPERTIES)
+    assert all(" vs " in line or "two sizes" in line for line in lines)
+
+
+def test_a_property_that_cannot_run_is_listed_with_the_reason():
+    result = run("--backend", "reference", "--property", "no host sync", "--property", "poison")
+    assert result.exit_code == 0, result.output
+    reason = "needs an NVIDIA GPU, got device cpu"
+    assert f"reference: no host sync is not tried: {reason}" in result.stdout
+    assert re.search(r"reference: poison +any +1 .* ok", result.stdout)
+    alone = run("--backend", "reference", "--property", "graph replay")
+    assert alone.exit_code == 2
+    assert f"nothing was checked: reference: graph replay is not tried: {reason}" in alone.output
+    mode = run("--backend", "reference", "--property", "decode row", "--mode", "decode")
+    assert mode.exit_code == 2
+    assert "decode row is not tried: it is tried on prefill, mixed steps" in mode.output
+
+
+def test_by_default_every_property_is_tried_or_left_out_with_a_reason():
+    result = CliRunner().invoke(main, ["check", "--device", "cpu", "--backend", "reference"])
+    assert result.exit_code == 0, result.output
+    for name in set(PROPERTIES) - {"agreement"}:
+        assert re.search(rf"reference: {name} ( *any +1 .* ok|is not tried: )", result.stdout), name
+
+
+def test_a_broken_property_is_shown_with_what_was_compared(monkeypatch):
+    plant(monkeypatch, Wrong)
+    monkeypatch.setattr(Wrong, "run", by_page_number)
+    result = run("--backend", "wrong", "--property", "page renaming", "--examples", "2")
+    assert result.exit_code == 1
+    assert re.search(r"wrong: page renaming +any +2 .* [12] wrong", result.stdout)
+    assert "keys moved to other page numbers vs where they were, bit for bit: " in result.stdout
+    again = re.search(r"again: pagedattn (check .*)", result.stdout).group(1)
+    assert "keys moved" in CliRunner().invoke(main, shlex.split(again)).stdout
+
+
+def by_page_number(self, q, k_pages, v_pages, out, lse):
+    ReferenceBackend.run(self, q, k_pages, v_pages, out, lse)
+    out += sum(int(pages.sum()) for pages in self.pages)
+
+
+def test_time_ends_a_check():
+    begin = time.monotonic()
+    result = run("--backend", "reference", "--time", "1.5")
+    assert result.exit_code == 0, result.output
+    assert 1.5 <= time.monotonic() - begin < 30
+
+
+def test_json_is_one_document_and_so_is_the_record(monkeypatch, tmp_path):
+    plant(monkeypatch, Wrong)
+    arguments = ["--mode", "decode", "--examples", "2", "--json", "--record", "new/record.json"]
+    result = run("--backend", "wrong", "--backend", "reference", *arguments)
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document == json.loads((tmp_path / "new" / "record.json").read_text())
+    assert (document["verdict"], document["cases"], document["device"]) == ("wrong", 4, "cpu")
+    assert document["versions"]["torch"] == torch.__version__
+    wrong, right = document["counts"]
+    assert (wrong["subject"], wrong["property"], wrong["mode"]) == ("wrong", "agreement", "decode")
+    assert (wrong["checked"], wrong["wrong"], right["wrong"]) == (2, 2, 0)
+    assert right["worst_error_over_allowed"] < 1 < wrong["worst_error_over_allowed"]
+    first, second = document["mismatches"]
+    assert (first["seed"], second["seed"]) == (0, 1)
+    assert (tmp_path / first["capsule"]).is_file()
+    assert second["capsule"] is None
+    assert "--seed 1" in second["again"]
+    assert json.loads(run("--backend", "reference", *arguments).stdout)["verdict"] == "ok"
 
 
 def test_a_row_is_described_by_its_request():
-    batch = batch_of_seed("mixed", 0, torch.device("cpu"))
+    batch = batch_of_seed("mixed", 0)
     described = [describe_row(batch, row) for row in range(sum(batch.qo_lens))]
     expected = [
         f"request {request} of {len(batch.kv_lens)}, query {i} of {qo_len}, kv_len {kv_len}"
@@ -205,7 +343,7 @@ def test_on_a_cpu_it_asks_triton_to_interpret_in_time():
         "import sys, os\n"
         "from pagedattn.checking.run import check\n"
         "assert 'triton' not in sys.modules and 'TRITON_INTERPRET' not in os.environ\n"
-        "check(['--examples', '1', '--mode', 'decode'])\n"
+        "check(['--property', 'agreement', '--examples', '1', '--mode', 'decode'])\n"
     )
     assert re.search(r"triton vs float64 reference +decode +1 .* ok", run_fresh(code))
 
@@ -215,6 +353,6 @@ def test_it_works_without_hypothesis():
         "import sys\n"
         "sys.modules['hypothesis'] = None\n"
         "from pagedattn.checking.run import check\n"
-        "check(['--examples', '1', '--mode', 'decode', '--backend', 'reference'])\n"
+        "check(['--property', 'poison', '--examples', '1', '--backend', 'reference'])\n"
     )
-    assert "reference vs dense float64" in run_fresh(code)
+    assert "reference: poison" in run_fresh(code)

@@ -68,6 +68,8 @@ def failed_check(backend="shortwindow", *arguments):
         "check",
         "--backend",
         backend,
+        "--property",
+        "agreement",
         "--mode",
         "mixed",
         "--examples",
@@ -84,7 +86,7 @@ def failed_check(backend="shortwindow", *arguments):
 def test_a_failing_check_keeps_its_smallest_case_and_replay_shows_it_again(tmp_path):
     printed, command = failed_check()
     (path,) = tmp_path.iterdir()
-    assert re.fullmatch(r"capsule-shortwindow-mixed-seed\d+\.safetensors", path.name)
+    assert re.fullmatch(r"capsule-shortwindow-agreement-mixed-seed\d+\.safetensors", path.name)
     capsule = load_capsule(Path(path))
     # shrunk to one query of one request that just leaves its window
     assert (capsule.step.kv_lens, capsule.step.qo_lens) == ([2], [1])
@@ -140,14 +142,15 @@ def test_an_error_is_kept_without_an_answer_and_raised_again(tmp_path):
 
 def test_the_folder_of_capsules_can_be_named_and_is_made(tmp_path):
     _, (_, path, *_) = failed_check("shortwindow", "--capsule-dir", "new folder/of mine")
-    assert path.startswith("new folder/of mine/capsule-shortwindow-mixed-seed")
+    assert path.startswith("new folder/of mine/capsule-shortwindow-agreement-mixed-seed")
     assert (tmp_path / path).is_file()
 
 
 def test_a_folder_that_cannot_be_written_does_not_hide_the_mismatch(tmp_path):
     (tmp_path / "file").touch()
     result = run(
-        *("check", "--backend", "shortwindow", "--mode", "mixed", "--examples", 6),
+        *("check", "--backend", "shortwindow", "--property", "agreement"),
+        *("--mode", "mixed", "--examples", 6),
         *("--device", "cpu", "--capsule-dir", "file/inside"),
     )
     assert result.exit_code == 1

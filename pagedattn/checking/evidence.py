@@ -127,7 +127,8 @@ def _smallest(subject: Subject, tried: Tried, batch: Batch, device: torch.device
         smallest = shrink_batch(batch, fails_alike)
         return Found(try_task(subject, task, smallest, device), smallest)
     except RuntimeError:  # a GPU that answers no more
-        return Found(tried, batch, "not shrunk: the device failed meanwhile")
+        dead = Tried(tried.outcome)  # its answers are on that GPU
+        return Found(dead, batch, "not shrunk: the device failed meanwhile")
 
 
 def _suspect(subject: Subject, answers: tuple[Answer, ...]) -> tuple[Answer | None, list[str]]:

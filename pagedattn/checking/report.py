@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,10 +127,10 @@ class Report:
         task = failure.task
         jobs = " --jobs 1" if failure.raised == PROCESS_ENDED else ""
         profile = "" if self.profile.name == "quick" else f"--profile {self.profile.name} "
+        option, prop = self.subjects[task.subject].option, shlex.quote(task.prop)
         return (
-            f"pagedattn check {profile}{self.subjects[task.subject].option} "
-            f"--property '{task.prop}' --mode {task.mode} --seed {task.seed} --examples 1 "
-            f"--device {self.device.type}{jobs}"
+            f"pagedattn check {profile}{option} --property {prop} --mode {task.mode} "
+            f"--seed {task.seed} --examples 1 --device {self.device.type}{jobs}"
         )
 
     def document(self) -> dict[str, Any]:

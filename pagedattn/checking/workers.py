@@ -121,7 +121,7 @@ class _Worker:
         return outcome
 
     def end(self) -> str:
-        """Kill it if it lives; say how it ended, with its last words."""
+        """Kill it if it lives; say how it ended, with its last words. Once."""
         hung = self.process.poll() is None
         time_up = time.monotonic() >= self.deadline
         if hung and not time_up:  # its events ended, and it is about to
@@ -217,7 +217,8 @@ def outcomes_of_workers(
                 outcomes, alive = _read(workers[number])
                 yield from _counted(outcomes, schedule)
                 if not alive:
-                    yield from _counted(_bury(workers[number], queue, examiner, kept), schedule)
+                    dead = workers.pop(number)
+                    yield from _counted(_bury(dead, queue, examiner, kept), schedule)
                     workers[number] = _Worker(examiner, limits)
     finally:
         for worker in workers.values():
