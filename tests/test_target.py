@@ -31,7 +31,7 @@ def check(target: str, *arguments: str):
 def test_a_right_function_keeps_every_property_but_those_of_objects(target):
     result = check(target, "--examples", "1")
     assert result.exit_code == 0, result.output
-    assert re.search(rf"targets:{target} vs float64 +mixed +1 .* ok", result.stdout)
+    assert re.search(rf"targets:{target} vs float64 reference +mixed +1 .* ok", result.stdout)
     for name in set(PROPERTIES) - {"agreement", "graph replay", "bad metadata", "no host sync"}:
         assert re.search(rf"targets:{target}: {name} +any +1 .* ok", result.stdout), name
     assert f"targets:{target}: bad metadata is not tried: a function has no plan" in result.stdout
@@ -64,7 +64,7 @@ def test_what_is_declined_is_counted_shown_and_replaced():
     (counts,) = document["counts"]
     assert (counts["checked"], counts["wrong"]) == (4, 0)
     capped = [seed for seed in range(9) if batch_of_seed("decode", seed).spec.logits_soft_cap]
-    assert counts["declined"] == len([seed for seed in capped if seed < 4 + counts["declined"]]) > 0
+    assert counts["declined"] == len([s for s in capped if s < 4 + counts["declined"]]) > 0
     said = check("without_soft_cap", *arguments[:-1]).stdout
     assert (
         f"declined {counts['declined']} steps, which were not checked; the first: no soft cap yet"

@@ -66,7 +66,7 @@ def test_the_first_is_kept_and_told_how_to_be_seen_again(document, folder):
 def test_workers_find_what_one_process_finds_and_shrink_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["check", "--target", "targets:window_one_short", "--device", "cpu", "--json"]
-    command += ["--property", "agreement", "--mode", "mixed", "--examples", "4"]
+    command += ["--property", "agreement", "--mode", "mixed", "--examples", "3"]
     here = json.loads(CliRunner().invoke(main, command).stdout)
     there = json.loads(CliRunner().invoke(main, [*command, "--jobs", "1"]).stdout)
     for document in (here, there):
