@@ -108,6 +108,7 @@ def save_capsule(
     backend: str,
     problem: str = "",
     seed: int | None = None,
+    has_lse: bool = True,
 ) -> None:
     """Write a step and its answers to a safetensors file.
 
@@ -120,6 +121,7 @@ def save_capsule(
         backend: What computed `got`.
         problem: What is wrong with it, in words; made printable and short.
         seed: What the step was drawn from, where it was drawn.
+        has_lse: False: `got` holds no LSE of the backend's, and none is kept.
 
     Raises:
         ValueError: `load_capsule` would refuse the file; the message says why.
@@ -134,7 +136,7 @@ def save_capsule(
         versions=versions_here(),
     )
     page_ids = torch.unique(step.page_table.kv_indices)
-    write_capsule(path, Capsule(metadata, step.compacted(), page_ids, expected, got))
+    write_capsule(path, Capsule(metadata, step.compacted(), page_ids, expected, got, has_lse))
 
 
 def write_capsule(path: Path, capsule: Capsule) -> None:

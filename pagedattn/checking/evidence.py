@@ -144,7 +144,7 @@ def _suspect(subject: Subject, answers: tuple[Answer, ...]) -> tuple[Answer | No
 
 def _diagnosis(subject: Subject, answer: Answer) -> list[str]:
     """The fault that would compute this answer, in lines."""
-    found = diagnose(answer.step, answer.got, arithmetic=subject.arithmetic)
+    found = diagnose(answer.step, answer.got, arithmetic=subject.arithmetic, has_lse=answer.has_lse)
     return [f"  {line}" for line in str(found).splitlines()] if found is not None else []
 
 
@@ -163,6 +163,7 @@ def _save(path: Path, subject: Subject, found: Found, answer: Answer | None) -> 
         backend=printable(subject.name),
         problem=printable(str(outcome.problem)),
         seed=outcome.task.seed,
+        has_lse=answer is None or answer.has_lse,
     )
 
 

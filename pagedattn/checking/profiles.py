@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from pagedattn.checking.drawing import (
 )
 from pagedattn.checking.kinds import LayerKind, kind_of_seed
 from pagedattn.checking.properties.agreement import AGREEMENT
+from pagedattn.checking.subject import why_no_low_scores
 
 # On a CPU kernels are interpreted: properties, which compute a step several times, draw small ones.
 SMALL_SPECS = SpecLimits(max_qo_heads=6, max_window_left=100)
@@ -85,7 +86,10 @@ def batch_of_task(
     limits = SMALL_STEPS
     if device.type == "cuda":
         limits = LARGE_GPU_STEPS if choices.integer(1, ONE_LARGE_OF) == 1 else GPU_STEPS
-    return draw_batch_of(choices, mode, kind.spec, kind.page_size, limits)
+    batch = draw_batch_of(choices, mode, kind.spec, kind.page_size, limits)
+    if batch.values == "low_scores" and why_no_low_scores(subject) is not None:
+        return replace(batch, values="normal")
+    return batch
 
 
 def batch_of_seed(mode: str, seed: int) -> Batch:

@@ -50,6 +50,10 @@ def groups_of(
     """
     groups, left_out = [], []
     for subject in subjects:
+        if subject.no_low_scores is not None:
+            left_out.append(
+                f"{subject.name}: low scores are not drawn, a known defect: {subject.no_low_scores}"
+            )
         for name in props:
             prop = PROPERTIES[name]
             # mixed steps first, where a group has one step only

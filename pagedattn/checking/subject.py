@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import SimpleNamespace
 
 import torch
 
@@ -20,6 +21,7 @@ from pagedattn.checking.compare import arithmetic_of, compared_with
 from pagedattn.checking.step import Attend, Step, attend_with, run_hostile
 from pagedattn.checking.truth import Truth, truth_of, truth_on_device
 from pagedattn.spec import AttentionSpec
+from pagedattn.toolchain import FLASHINFER_PACKAGE, package_version
 
 MAX_LIVE_OBJECTS = 12
 """Objects of one backend that are kept; each may hold a workspace of a hundred megabytes."""
@@ -38,6 +40,8 @@ class Subject:
         arithmetic: How it computes, where that decides what rounding can do.
         truth: What is right for a step, and within what.
         may_decline: Whether a `NotImplementedError` means "not supported" and not "wrong".
+        no_low_scores: Why it cannot compute scores that are all below -5e4, a defect that is known;
+            `None`: it can.
         same_bits: Whether the same work must give the same bits, and not only close values.
     """
 
@@ -50,6 +54,7 @@ class Subject:
     truth: Callable[[Step], Truth]
     may_decline: bool = False
     same_bits: bool = True
+    no_low_scores: str | None = None
 
     def unsupported_reasons(
         self, spec: AttentionSpec, page_size: int, device: torch.device
@@ -80,7 +85,23 @@ def backend_subject(backend: str, *, live: bool = False) -> Subject:
         truth=partial(truth_on_device, arithmetic=arithmetic)
         if live
         else partial(truth_of, arithmetic=arithmetic, dense=dense),
+        no_low_scores=why_no_low_scores(backend),
     )
+
+
+@cache
+def why_no_low_scores(backend: str) -> str | None:
+    """Why a backend cannot compute scores that are all below -5e4; `None`: it can."""
+    installed = package_version(FLASHINFER_PACKAGE) if backend == "flashinfer" else None
+    if installed is None:
+        return None
+    # not before it is known whether Triton is to interpret: these import it
+    from pagedattn.backends.flashinfer.defects import FA2_LOW_SCORES, Call
+    from pagedattn.backends.flashinfer.library import flashinfer_version
+
+    version = flashinfer_version(SimpleNamespace(__version__=installed))
+    hit = FA2_LOW_SCORES.hits(Call(version, "fa2", causal=True, window_left=-1))
+    return f"{FA2_LOW_SCORES.name} ({FA2_LOW_SCORES.report})" if hit else None
 
 
 class LiveObjects:

@@ -26,6 +26,11 @@ class Answer(NamedTuple):
     step: Step
     got: AttentionOutput
 
+    @property
+    def has_lse(self) -> bool:
+        """Whether the LSE is the subject's; one in float64 stands in for it."""
+        return self.got.lse.dtype != torch.float64
+
 
 @dataclass(frozen=True, eq=False)
 class Finding:

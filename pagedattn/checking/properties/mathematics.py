@@ -15,7 +15,7 @@ from pagedattn.checking.properties.base import Finding, Property, Trial, related
 from pagedattn.checking.step import Step
 from pagedattn.checking.transforms import repack, rows_of, select_requests
 
-SHIFTS = (3.0, -1000.0, 1000.0, -60000.0)
+SHIFTS = (3.0, -1000.0, 1000.0, -60000.0)  # the last are low scores
 LOUD_QUERY = 64.0
 MAX_KEY = 6e4  # what float16 holds
 
@@ -25,8 +25,9 @@ def _score_shift(trial: Trial) -> Iterator[Finding]:
         trial.batch, spec=replace(trial.batch.spec, logits_soft_cap=0.0), values="normal"
     )
     step, shifted = trial.step(batch), trial.step(batch)
+    shifts = SHIFTS if trial.subject.no_low_scores is None else SHIFTS[:-1]
     scale = step.spec.scale
-    for each, key in ((step, 0.0), (shifted, trial.choices.one_of(SHIFTS) / LOUD_QUERY / scale)):
+    for each, key in ((step, 0.0), (shifted, trial.choices.one_of(shifts) / LOUD_QUERY / scale)):
         each.q[..., -1] = LOUD_QUERY
         each.kv_cache[:, 0, ..., -1] = min(max(key, -MAX_KEY), MAX_KEY)
     shift = shifted.kv_cache[0, 0, 0, 0, -1].item() * LOUD_QUERY * scale  # rounded by the dtype
