@@ -48,6 +48,8 @@ def test_a_step_is_of_its_kind_and_most_are_small():
     work = []
     for seed in range(200):
         batch = batch_of_task(DEEP, "flashinfer", "agreement", "mixed", seed, gpu)
-        assert (batch.spec, batch.page_size) == kind_of_task(DEEP, "flashinfer", seed, gpu)
+        assert (batch.spec, batch.page_size) == kind_of_task(
+            DEEP, "flashinfer", "agreement", seed, gpu
+        )
         work.append(max(batch.kv_lens))
     assert sorted(work)[150] <= 600 < max(work)

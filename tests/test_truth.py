@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec
-from pagedattn.checking import truth
+from pagedattn.checking import bound, truth
 from pagedattn.checking.bound import FLASHINFER, FLOAT32_SUMS
 from pagedattn.checking.truth import truth_of, truth_on_device
 
@@ -15,14 +15,29 @@ ARITHMETIC = pytest.mark.parametrize("arithmetic", [FLASHINFER, FLOAT32_SUMS], i
 
 
 def assert_same_truth(step, arithmetic):
-    one_by_one, together = truth_of(step, arithmetic), truth_on_device(step, arithmetic)
-    for tensor in (*together.expected, *together.bound):
-        assert tensor.device == step.q.device
-    for got, expected in zip(together.expected, one_by_one.expected, strict=True):
-        torch.testing.assert_close(got.cpu(), expected, rtol=1e-9, atol=1e-11)
-    for got, expected in zip(together.bound, one_by_one.bound, strict=True):
-        # the error of a float32 computation is part of it, and sums may go in another order
-        torch.testing.assert_close(got.cpu(), expected, rtol=0.5, atol=1e-7)
+    """The answers, and the bounds but for the error of a float32 computation, which is no number
+    that two orders of summing share."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bound, truth):
+            patch.setattr(module, "distance", lambda got, expected: torch.zeros_like(expected))
+        one_by_one, together = truth_of(step, arithmetic), truth_on_device(step, arithmetic)
+    for got, expected in zip(
+        (*together.expected, *together.bound),
+        (*one_by_one.expected, *one_by_one.bound),
+        strict=True,
+    ):
+        assert got.device == step.q.device
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-8, atol=1e-11)
+
+
+def test_the_error_of_a_float32_computation_is_part_of_the_bound(device, monkeypatch):
+    spec = AttentionSpec(4, 2, 16, torch.bfloat16)
+    step = batch_of(spec, 4, (37, 5), (2, 5)).materialise(device)
+    with_error = truth_on_device(step, FLOAT32_SUMS).bound
+    one_by_one = truth_of(step, FLOAT32_SUMS).bound
+    torch.testing.assert_close(with_error.out.cpu(), one_by_one.out, rtol=0.1, atol=1e-6)
+    monkeypatch.setattr(truth, "distance", lambda got, expected: torch.zeros_like(expected))
+    assert (truth_on_device(step, FLOAT32_SUMS).bound.out < with_error.out).all()
 
 
 @ARITHMETIC

@@ -16,6 +16,7 @@ from pagedattn.checking.drawing import (
 )
 from pagedattn.checking.kinds import LayerKind, kind_of_seed
 from pagedattn.checking.properties.agreement import AGREEMENT
+from pagedattn.checking.properties.graph import GRAPH_REPLAY
 from pagedattn.checking.subject import why_no_low_scores
 
 # On a CPU kernels are interpreted: properties, which compute a step several times, draw small ones.
@@ -58,12 +59,16 @@ PROFILES = {
 
 
 def kind_of_task(
-    profile: Profile, subject: str, seed: int, device: torch.device
+    profile: Profile, subject: str, prop: str, seed: int, device: torch.device
 ) -> LayerKind | None:
     """The layer kind of a step, where it is one of a few; `None`: each step has its own."""
     if device.type != "cuda" and not profile.live:
         return None
-    return kind_of_seed(subject, seed, profile.num_kinds, profile.num_families)
+    num_kinds = profile.num_kinds
+    if prop not in (AGREEMENT.name, GRAPH_REPLAY.name):
+        # the others compute a kind's steps as other kinds too, each of which is compiled
+        num_kinds = max(num_kinds // 4, profile.num_families)
+    return kind_of_seed(subject, seed, num_kinds, profile.num_families)
 
 
 def batch_of_task(
@@ -79,7 +84,7 @@ def batch_of_task(
         seed: Of the step.
         device: Where it will be computed; steps are larger on a GPU.
     """
-    kind = kind_of_task(profile, subject, seed, device)
+    kind = kind_of_task(profile, subject, prop, seed, device)
     if kind is None:
         return batch_of_seed(mode, seed) if prop == AGREEMENT.name else small_batch(mode, seed)
     choices = RandomChoices(f"{profile.name} {mode} {seed}")

@@ -177,7 +177,7 @@ def _supported_seeds(
     num_refused = 0
     answers: dict[object, bool] = {}  # of the few kinds of a GPU
     for seed in count(first_seed):
-        kind = kind_of_task(profile, subject.name, seed, device)
+        kind = kind_of_task(profile, subject.name, prop, seed, device)
         if kind is None:
             batch = batch_of_task(profile, subject.name, prop, mode, seed, device)
             supported = not subject.unsupported_reasons(batch.spec, batch.page_size, device)

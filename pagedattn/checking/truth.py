@@ -48,17 +48,25 @@ def truth_on_device(step: Step, arithmetic: Arithmetic) -> Truth:
     lse = torch.full(shape[:2], -torch.inf, dtype=torch.float64, device=device)
     bound = Bound(torch.zeros_like(out), torch.zeros_like(lse))
     for requests in _groups(step):
-        rows, padded = _rows(step, requests)
-        block = _padded_block(step, requests, padded)
-        answer = _unpadded(*attend_block(step.spec, block, torch.float64), step, rows)
+        places = _places(step, requests)
+        block = _padded_block(step, requests, places.padded)
+        answer = _unpadded(*attend_block(step.spec, block, torch.float64), step, places)
         low_block = block._replace(q=block.q.float(), k=block.k.float(), v=block.v.float())
-        low = _unpadded(*attend_block(step.spec, low_block, step.spec.dtype), step, rows)
-        allowed = _unpadded(*band(step.spec, block, arithmetic), step, rows)
-        out[padded[rows]], lse[padded[rows]] = answer.out, answer.lse
+        low = _unpadded(*attend_block(step.spec, low_block, step.spec.dtype), step, places)
+        allowed = _unpadded(*band(step.spec, block, arithmetic), step, places)
+        out[places.rows], lse[places.rows] = answer.out, answer.lse
         error = 2 * distance(low.out, answer.out).amax(-1, keepdim=True)
-        bound.out[padded[rows]] = error + allowed.out
-        bound.lse[padded[rows]] = 2 * distance(low.lse, answer.lse) + allowed.lse
+        bound.out[places.rows] = error + allowed.out
+        bound.lse[places.rows] = 2 * distance(low.lse, answer.lse) + allowed.lse
     return Truth(AttentionOutput(out, lse), bound)
+
+
+class _Places(NamedTuple):
+    """Where the queries of some requests are; made on the host, so that no GPU is waited for."""
+
+    padded: Tensor  # i64[requests, most queries]  rows of `q`; padding repeats the first
+    queries: Tensor  # i64[queries]  places in `padded` that are queries
+    rows: Tensor  # i64[queries]  their rows of `q`
 
 
 def _groups(step: Step) -> Iterator[list[int]]:
@@ -78,15 +86,16 @@ def _groups(step: Step) -> Iterator[list[int]]:
         yield group
 
 
-def _rows(step: Step, requests: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Bool and i64[requests, most queries]: which are queries, and their rows of `q`."""
+def _places(step: Step, requests: Sequence[int]) -> _Places:
     device = step.q.device
     begins = step.qo_indptr[list(requests)].long()
     qo_lens = step.qo_indptr.diff()[list(requests)]
     query = torch.arange(int(qo_lens.max()))
     is_query = query < qo_lens[:, None]
     padded = torch.where(is_query, begins[:, None] + query, begins[:, None])
-    return is_query.to(device), padded.to(device)
+    queries = is_query.flatten().nonzero().flatten()
+    rows = padded.flatten()[queries]
+    return _Places(padded.to(device), queries.to(device), rows.to(device))
 
 
 def _padded_block(step: Step, requests: Sequence[int], padded: Tensor) -> DenseBlock:
@@ -119,9 +128,9 @@ def _padded_block(step: Step, requests: Sequence[int], padded: Tensor) -> DenseB
     return DenseBlock(slice(0, 0), q, k, v, visible)
 
 
-def _unpadded(out: Tensor, lse: Tensor, step: Step, rows: Tensor) -> AttentionOutput:
-    """Rows of queries alone, in the order of `rows`, from packed and padded ones."""
-    shape = (*lse.shape[:2], step.spec.group_size, rows.shape[1])
-    out = out.reshape(*shape, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    lse = lse.reshape(shape).permute(0, 3, 1, 2).flatten(2, 3)
-    return AttentionOutput(out[rows], lse[rows])
+def _unpadded(out: Tensor, lse: Tensor, step: Step, places: _Places) -> AttentionOutput:
+    """Rows of queries alone, in the order of `places.rows`, from packed and padded ones."""
+    shape = (*lse.shape[:2], step.spec.group_size, places.padded.shape[1])
+    out = out.reshape(*shape, -1).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    lse = lse.reshape(shape).permute(0, 3, 1, 2).flatten(2, 3).flatten(0, 1)
+    return AttentionOutput(out[places.queries], lse[places.queries])

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _examine(examiner: Examiner, task: Task, events: TextIO, met: set[object]) -> None:
-    kind = kind_of_task(examiner.profile, task.subject, task.seed, examiner.device)
+    kind = kind_of_task(examiner.profile, task.subject, task.prop, task.seed, examiner.device)
     known = (task.subject, task.prop, kind)
     _say(events, {"begin": asdict(task), "compiles": kind is not None and known not in met})
     met.add(known)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import click
 
@@ -83,6 +83,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
         os.close(theirs)
+        self._tasks = cast(IO[bytes], self.process.stdin)
 
     @property
     def is_idle(self) -> bool:
@@ -90,13 +91,12 @@ class _Worker:
 
     def give(self, tasks: list[Task]) -> None:
         """Let it try these."""
-        assert self.process.stdin is not None
         self.waiting = tasks
         self.deadline = time.monotonic() + self.limits.case
         line = json.dumps([asdict(task) for task in tasks]) + "\n"
         with suppress(BrokenPipeError):  # it died: its events end, which is seen next
-            self.process.stdin.write(line.encode())
-            self.process.stdin.flush()
+            self._tasks.write(line.encode())
+            self._tasks.flush()
 
     def read(self) -> tuple[list[Outcome], bool]:
         """The outcomes that it sent, and whether it is still alive."""
@@ -130,9 +130,8 @@ class _Worker:
         self.process.kill()
         code = self.process.wait()
         os.close(self.events)
-        if self.process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._tasks.close()
         self._errors.seek(0)
         said = self._errors.read()[-4000:].decode(errors="replace").splitlines()[-LAST_WORDS:]
         self._errors.close()
@@ -181,7 +180,7 @@ class _Queue:
 
     def _kind(self, task: Task) -> object:
         examiner = self.examiner
-        kind = kind_of_task(examiner.profile, task.subject, task.seed, examiner.device)
+        kind = kind_of_task(examiner.profile, task.subject, task.prop, task.seed, examiner.device)
         return (task.subject, kind)
 
 
