@@ -21,13 +21,16 @@ def assert_same_truth(step, arithmetic):
         for module in (bound, truth):
             patch.setattr(module, "distance", lambda got, expected: torch.zeros_like(expected))
         one_by_one, together = truth_of(step, arithmetic), truth_on_device(step, arithmetic)
-    for got, expected in zip(
-        (*together.expected, *together.bound),
-        (*one_by_one.expected, *one_by_one.bound),
-        strict=True,
-    ):
+    # both are float64, whose rounding grows with the scores and the length of their sums
+    largest = one_by_one.expected.lse.abs().nan_to_num(posinf=0).max() if len(step.q) else 0.0
+    rounding = 1e-11 + 2.0**-51 * step.spec.head_dim * float(largest)
+    pairs = (
+        *zip(together.expected, one_by_one.expected, strict=True),
+        *zip(together.bound, one_by_one.bound, strict=True),
+    )
+    for got, expected in pairs:
         assert got.device == step.q.device
-        torch.testing.assert_close(got.cpu(), expected, rtol=1e-8, atol=1e-11)
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-8, atol=rounding)
 
 
 def test_the_error_of_a_float32_computation_is_part_of_the_bound(device, monkeypatch):
@@ -37,7 +40,9 @@ def test_the_error_of_a_float32_computation_is_part_of_the_bound(device, monkeyp
     one_by_one = truth_of(step, FLOAT32_SUMS).bound
     torch.testing.assert_close(with_error.out.cpu(), one_by_one.out, rtol=0.1, atol=1e-6)
     monkeypatch.setattr(truth, "distance", lambda got, expected: torch.zeros_like(expected))
-    assert (truth_on_device(step, FLOAT32_SUMS).bound.out < with_error.out).all()
+    without = truth_on_device(step, FLOAT32_SUMS).bound
+    assert (without.out <= with_error.out).all()
+    assert (without.out < with_error.out).any()
 
 
 @ARITHMETIC
