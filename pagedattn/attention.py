@@ -19,6 +19,7 @@ What the parameters mean, for every backend alike:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from pagedattn.backends import UnsupportedSpec, load_backend, unsupported_reasons
 from pagedattn.capacity import Capacity
+from pagedattn.operators import register, run_into
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
@@ -111,6 +113,7 @@ class PagedAttention:
         self.shadow: Watch | None = None
         if shadow is not None:
             self.shadow = shadow.watch(spec, page_size, backend, self.device, capacity)
+        self.number = register(self)
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
         """Make ready for a step.
@@ -198,24 +201,41 @@ class PagedAttention:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
         return AttentionOutput(self._run(q, kv_cache, out, lse), lse)
 
-    def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    def run_checked(
+        self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Check all tensors, then write `out` and `lse`: what the operator calls.
+
+        Args:
+            q: As for `run`.
+            kv_cache: One layer, as one tensor or as keys and values.
+            out: As `q`.
+            lse: As for `run_return_lse`; `None`: not wanted.
+        """
         step = self._planned_step()
         self._check_capture()
         check_query(q, "q", self.spec, step.num_rows, self.device)
+        layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
         k_pages, v_pages = split_kv_cache(
-            kv_cache, self.spec, self.page_size, step.num_pages, self.device
+            layer, self.spec, self.page_size, step.num_pages, self.device
         )
         if lse is not None:
             check_lse(lse, self.spec, step.num_rows, self.device)
-        if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        else:
-            check_query(out, "out", self.spec, step.num_rows, self.device)
+        check_query(out, "out", self.spec, step.num_rows, self.device)
         if step.num_rows:
             with on_device(self.device):
                 self._backend.run(q, k_pages, v_pages, out, lse)
             if self.shadow is not None and step.is_watched:
                 self.shadow.after_run(q, k_pages, v_pages, out, lse)
+
+    def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        parts = [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if torch.compiler.is_compiling():
+            run_into(q, parts, out, lse, self.number)
+        else:
+            self.run_checked(q, parts, out, lse)
         return out
 
     def _planned_step(self) -> _Step:

@@ -122,14 +122,8 @@ class PagedKVCache:
         self._check_rows(k, "k")
         self._check_rows(v, "v")
         self._check_slots(slots, k, v)
-        if not slots.shape[0]:
-            return
-        if _triton_writes_on(self.device):
-            # imported here: Triton decides at its import whether it interprets
-            kernels = importlib.import_module("pagedattn.kernels.append")
-            kernels.launch_append(k, v, slots, self.pages[layer], self._num_refused)
-        else:
-            _append_with_torch(k, v, slots, self.pages[layer])
+        write = append_into if torch.compiler.is_compiling() else _append
+        write(k, v, slots, self.pages[layer], self._num_refused)
 
     def raise_if_refused(self) -> None:
         """Raise if an `append` since the last call skipped slots outside the cache.
@@ -185,14 +179,6 @@ class PagedKVCache:
             raise ValueError(f"slots must be on {self.device}, got {slots.device}")
         if not slots.is_contiguous():
             raise ValueError(f"slots must be contiguous, got stride {slots.stride()}")
-        if slots.device.type == "cpu":
-            outside = (slots < -1) | (slots >= self._num_slots)
-            if outside.any():
-                token = int(outside.nonzero()[0, 0])
-                raise ValueError(
-                    f"slots[{token}] is {int(slots[token])}, outside the cache: expected "
-                    f"-1 (skip) or 0 to {self._num_slots - 1}"
-                )
 
 
 def _triton_writes_on(device: torch.device) -> bool:
@@ -201,6 +187,49 @@ def _triton_writes_on(device: torch.device) -> bool:
         return True
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
     return interprets and importlib.util.find_spec("triton") is not None
+
+
+def _append(k: Tensor, v: Tensor, slots: Tensor, pages: Tensor, num_refused: Tensor) -> None:
+    """Write rows of tensors whose shapes are checked into one layer's pages."""
+    if slots.device.type == "cpu":
+        _check_range(slots, pages.shape[0] * pages.shape[2])
+    if not slots.shape[0]:
+        return
+    if _triton_writes_on(slots.device):
+        # imported here: Triton decides at its import whether it interprets
+        kernels = importlib.import_module("pagedattn.kernels.append")
+        kernels.launch_append(k, v, slots, pages, num_refused)
+    else:
+        _append_with_torch(k, v, slots, pages)
+
+
+@torch.library.custom_op("pagedattn::append_into", mutates_args=("pages", "num_refused"))
+def append_into(k: Tensor, v: Tensor, slots: Tensor, pages: Tensor, num_refused: Tensor) -> None:
+    """`PagedKVCache.append` of one layer as an operator, so that a compiled model keeps it whole.
+
+    Args:
+        k: As for `append`.
+        v: As for `append`.
+        slots: As for `append`.
+        pages: dtype[pages, 2, page_size, num_kv_heads, head_dim], written.
+        num_refused: i32[1], written: grows by the slots outside the cache.
+    """
+    _append(k, v, slots, pages, num_refused)
+
+
+@append_into.register_fake
+def _(k: Tensor, v: Tensor, slots: Tensor, pages: Tensor, num_refused: Tensor) -> None:
+    return None
+
+
+def _check_range(slots: Tensor, num_slots: int) -> None:
+    outside = (slots < -1) | (slots >= num_slots)
+    if outside.any():
+        token = int(outside.nonzero()[0, 0])
+        raise ValueError(
+            f"slots[{token}] is {int(slots[token])}, outside the cache: expected "
+            f"-1 (skip) or 0 to {num_slots - 1}"
+        )
 
 
 def _append_with_torch(k: Tensor, v: Tensor, slots: Tensor, pages: Tensor) -> None:

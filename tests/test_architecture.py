@@ -19,6 +19,7 @@ FLOORS = {
     "staging": 1,
     "watch": 1,
     "page_allocator": 1,
+    "operators": 1,
     "kv_cache": 3,  # it launches kernels/append.py
     "kernels": 2,
     "backends/base": 3,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.custom_op import flashinfer_run_into
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
 from pagedattn.backends.flashinfer.defects import FIRST_SUPPORTED
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
@@ -108,10 +107,7 @@ class FlashInferBackend:
         """Write `out` and `lse`."""
         if self._planned is None:
             raise RuntimeError("there is no plan: call plan() first")
-        if torch.compiler.is_compiling():
-            flashinfer_run_into(q, k_pages, v_pages, out, lse, self._planned.number)
-        else:
-            self._planned.run_into(q, k_pages, v_pages, out, lse)
+        self._planned.run_into(q, k_pages, v_pages, out, lse)
 
 
 class _EagerWrappers:

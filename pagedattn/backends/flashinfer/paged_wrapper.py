@@ -16,14 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.custom_op import (
-    flashinfer_run,
-    flashinfer_run_return_lse,
-    register,
-)
 from pagedattn.backends.flashinfer.kernel import Kernel, on_device
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.operators import register, run_into
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import check_query, split_kv_cache
 
@@ -123,26 +119,25 @@ class PagedWrapper:
             RuntimeError: There is no good plan, or a graph captures a wrapper that is not for it.
             ValueError: A tensor has a wrong shape, dtype or device.
         """
-        kv_cache = _as_sequence(kv_cache_layer)
-        if torch.compiler.is_compiling():
-            compiled: Tensor = flashinfer_run(q, kv_cache, self.number)
-            return compiled
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.run_checked(q, kv_cache, out, None)
-        return out
+        return self._run(q, kv_cache_layer, None)
 
     def run_return_lse(
         self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Like `run`, and return the natural-log LSE, f32[total_tokens, num_qo_heads], too."""
-        kv_cache = _as_sequence(kv_cache_layer)
-        if torch.compiler.is_compiling():
-            both: tuple[Tensor, Tensor] = flashinfer_run_return_lse(q, kv_cache, self.number)
-            return both
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.run_checked(q, kv_cache, out, lse)
-        return out, lse
+        return self._run(q, kv_cache_layer, lse), lse
+
+    def _run(
+        self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor], lse: Tensor | None
+    ) -> Tensor:
+        kv_cache = _as_sequence(kv_cache_layer)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if torch.compiler.is_compiling():
+            run_into(q, kv_cache, out, lse, self.number)
+        else:
+            self.run_checked(q, kv_cache, out, lse)
+        return out
 
     def run_into(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

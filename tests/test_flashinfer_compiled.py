@@ -13,14 +13,8 @@ from flashinfer_cases import (  # noqa: F401
     workspace,
 )
 
-from pagedattn import AttentionSpec
 from pagedattn.backends.flashinfer import FlashInferDecodeWrapper, FlashInferPrefillWrapper
-from pagedattn.backends.flashinfer.backend import FlashInferBackend
-from pagedattn.backends.flashinfer.custom_op import (
-    flashinfer_run,
-    flashinfer_run_into,
-    flashinfer_run_return_lse,
-)
+from pagedattn.operators import run_into
 
 SIZES = (*HEADS.values(), PAGE_SIZE)
 
@@ -31,13 +25,15 @@ def planned(device, step, **options) -> FlashInferPrefillWrapper:
     return wrapper
 
 
-@pytest.mark.parametrize("operator", [flashinfer_run, flashinfer_run_return_lse])
-def test_opcheck_passes(device, operator):
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_opcheck_passes(device, with_lse):
     step = make_step(device, [9, 5], [4, 5])
     wrapper = planned(device, step)
+    out = torch.empty_like(step.q)
+    lse = torch.empty(step.q.shape[:2], device=device) if with_lse else None
     pair = [step.kv_cache[:, 0].clone(), step.kv_cache[:, 1].clone()]
     for kv_cache in ([step.kv_cache], pair):
-        torch.library.opcheck(operator, (step.q, kv_cache, wrapper.number))
+        torch.library.opcheck(run_into, (step.q, kv_cache, out, lse, wrapper.number))
 
 
 def test_a_model_that_calls_run_compiles_whole_and_follows_later_plans(device):
@@ -53,30 +49,6 @@ def test_a_model_that_calls_run_compiles_whole_and_follows_later_plans(device):
     later = make_step(device, [20, 7], [6, 3], seed=1)
     wrapper.plan(later.qo_indptr, *later.kv_arrays)
     assert_right(*compiled(later.q, later.kv_cache), later)
-
-
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_opcheck_passes_for_the_backend_of_the_facade(device, with_lse):
-    step = make_step(device, [9, 5], [4, 5])
-    wrapper = planned(device, step)
-    out = torch.empty_like(step.q)
-    lse = torch.empty(step.q.shape[:2], device=device) if with_lse else None
-    pages = (step.kv_cache[:, 0], step.kv_cache[:, 1])
-    torch.library.opcheck(flashinfer_run_into, (step.q, *pages, out, lse, wrapper.number))
-
-
-def test_a_model_that_calls_the_backend_compiles_whole(device):
-    step = make_step(device, [9, 5], [4, 5])
-    backend = FlashInferBackend(AttentionSpec(**HEADS), PAGE_SIZE, device, None)
-    backend.plan(step.table, step.qo_indptr)
-
-    def model(q, kv_cache):
-        out = torch.empty_like(q)
-        backend.run(q, kv_cache[:, 0], kv_cache[:, 1], out, None)
-        return out + 0
-
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_right(compiled(step.q, step.kv_cache), None, step)
 
 
 def test_errors_of_run_reach_the_caller_of_a_compiled_model(device):
