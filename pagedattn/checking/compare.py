@@ -28,7 +28,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """Error over allowed error: up to 1 is right."""
+        """Error over allowed error; up to 1 is right."""
         if self.error == 0:
             return 0.0
         return self.error / self.allowed if self.allowed > 0 else torch.inf

@@ -57,7 +57,7 @@ class Step:
 
 
 Attend = Callable[[Step], AttentionOutput]
-"""Anything that computes attention of a step: what the checks take."""
+"""What the checks take, which is anything that computes attention of a step."""
 
 
 def oracle(step: Step) -> AttentionOutput:

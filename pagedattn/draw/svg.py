@@ -60,7 +60,7 @@ def words(
     """One line of text, standing on `y`; with a halo it is readable on any ground."""
     weight = ' font-weight="bold"' if bold else ""
     if halo:
-        weight += f' stroke="{PAPER}" stroke-width="3" paint-order="stroke"'
+        weight += f' stroke="{PAPER}" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
     return (
         f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}" '
         f'text-anchor="{anchor}"{weight} xml:space="preserve">{escape(text)}</text>'

@@ -55,7 +55,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # its base is untyped
     Raises:
         ValueError: The model has layers that are not attention with a growing cache.
 
-    Example:
+    Example::
+
         model.set_attn_implementation("pagedattn")
         cache = PagedCache(model.config, num_pages=64, backend="triton")
         model.generate(**inputs, past_key_values=cache)
