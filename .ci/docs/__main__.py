@@ -116,7 +116,9 @@ def with_pictures(path: Path) -> str:
 
 def first_page() -> str:
     """The README, its links to pages, and a table of contents; what is no page is only named."""
-    pages = {f"notebooks/guides/{path.name}" for path in paths()} | {"pagedattn/CHANGELOG.md"}
+    pages = {f"notebooks/guides/{path.name}" for path in paths()}
+    pages |= {f"notebooks/{path.name}" for path in NOTEBOOKS.glob("*.ipynb")}
+    pages |= {"pagedattn/CHANGELOG.md"}
 
     def link(match: re.Match[str]) -> str:
         target = match["target"].replace("pagedattn/CHANGELOG.md", "changes.md")
