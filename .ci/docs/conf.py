@@ -11,6 +11,7 @@ author = "The pagedattn maintainers"
 version = release = pagedattn.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+highlight_language = "none"  # formulas; examples and notebooks say theirs
 default_role = "py:obj"  # docstrings write `name`: a link where there is one, else code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
