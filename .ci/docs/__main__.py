@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -67,8 +68,9 @@ def main() -> None:
         shutil.copy(notebook, NOTEBOOKS)
     for path in paths():
         write(NOTEBOOKS / "guides" / path.name, with_pictures(path))
+    shown: set[int] = set()
     for name, (title, *modules) in REFERENCE.items():
-        write(SOURCE / "reference" / f"{name}.rst", reference_page(title, modules))
+        write(SOURCE / "reference" / f"{name}.rst", reference_page(title, modules, shown))
     write(SOURCE / "changes.md", read(ROOT / "pagedattn" / "CHANGELOG.md"))
     write(SOURCE / "index.md", first_page())
     options = [
@@ -137,17 +139,28 @@ def first_page() -> str:
     return page
 
 
-def reference_page(title: str, modules: list[str]) -> str:
-    """What the docstrings of these modules say."""
+def reference_page(title: str, modules: list[str], shown: set[int]) -> str:
+    """What the docstrings of these modules say; `shown` are objects that have been shown already.
+
+    Adds to `shown` what packages gather from their modules, so that nothing is shown twice.
+    """
     lines = [title, "=" * len(title), ""]
-    for module in modules:
-        lines += [module, "-" * len(module), "", f".. automodule:: {module}"]
-        if module not in DOCSTRINGS_ALONE:
+    for name in modules:
+        lines += [name, "-" * len(name), "", f".. automodule:: {name}"]
+        if name not in DOCSTRINGS_ALONE:
+            module = importlib.import_module(name)
             lines += ["   :members:"]
-            if hasattr(importlib.import_module(module), "__all__"):
-                lines += ["   :imported-members:"]
+            gathered = {member: id(getattr(module, member)) for member in _names_of(module)}
+            again = [member for member, number in gathered.items() if number in shown]
+            lines += ["   :imported-members:"] if gathered else []
+            lines += [f"   :exclude-members: {', '.join(again)}"] if again else []
+            shown.update(gathered.values())
         lines += [""]
     return "\n".join(lines)
+
+
+def _names_of(module: ModuleType) -> list[str]:
+    return list(getattr(module, "__all__", []))
 
 
 def read(path: Path) -> str:
