@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from pagedattn.backends.triton import backend
 from pagedattn.backends.triton.tiles import DeviceFacts
 from pagedattn.kernels.append import launch_append
+from pagedattn.kernels.gluon_names import MISSING
 from pagedattn.page_table import PageTable
 from pagedattn.precompile.events import Event, emit
 from pagedattn.spec import AttentionSpec
@@ -96,8 +97,15 @@ def compile_instead_of_launching() -> None:
         return kernel
 
     JITFunction.run = compile_only
-    # the size of the grid is no part of a kernel; that it is not interpreted is
-    setattr(backend, "_device_facts", lambda device: DeviceFacts(num_sms=132))  # noqa: B010
+    setattr(backend, "_device_facts", _facts_of_absent_gpu)  # noqa: B010
+
+
+def _facts_of_absent_gpu(device: torch.device) -> DeviceFacts:
+    """The size of the grid is no part of a kernel; which kernels there are is."""
+    capability = triton.runtime.driver.active.get_current_target().arch
+    return DeviceFacts(
+        num_sms=132, compute_capability=divmod(capability, 10), missing_gluon=MISSING
+    )
 
 
 def warm(layer: Layer) -> None:

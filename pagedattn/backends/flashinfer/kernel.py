@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.defects import (
-    EMPTY_WARPS,
-    FINITE_INFINITY,
-    LSE_WITHOUT_KEYS,
-    Call,
-)
+from pagedattn.backends.flashinfer.defects import FINITE_INFINITY, LSE_WITHOUT_KEYS, Call
 from pagedattn.backends.flashinfer.library import Version, plan_options, takes_argument
 from pagedattn.backends.flashinfer.overflow import read_overflow
 from pagedattn.backends.flashinfer.schedules import PinnedSchedules
@@ -148,7 +143,7 @@ class Kernel:
         with on_device(self._device):
             self.wrapper.run(_loadable(q), (k_pages, v_pages), out=dense_out, **options)
             if lse is not None and self._finite_infinity:
-                lse.masked_fill_((lse - FINITE_INFINITY).abs_() < EMPTY_WARPS, -torch.inf)
+                lse.masked_fill_(lse == FINITE_INFINITY, -torch.inf)
             if lse is not None and not self._natural_log:
                 lse.mul_(math.log(2.0))
             if dense_out is not out:

@@ -16,8 +16,14 @@ from pagedattn.backends.triton.schedule import (
     size_of_capacity,
     size_of_step,
 )
-from pagedattn.backends.triton.tiles import DeviceFacts, choose_tiles, padded_head_dim
+from pagedattn.backends.triton.tiles import (
+    DeviceFacts,
+    choose_hopper_tiles,
+    choose_tiles,
+    padded_head_dim,
+)
 from pagedattn.capacity import Capacity
+from pagedattn.kernels import gluon_names
 from pagedattn.kernels.long import long_attention
 from pagedattn.kernels.plan import build_schedule
 from pagedattn.kernels.short import short_attention
@@ -54,7 +60,15 @@ class TritonBackend:
         self.spec = spec
         self.device = device
         self.capacity = capacity
-        self.tiles = choose_tiles(spec, _device_facts(device))
+        facts = _device_facts(device)
+        self.tiles = choose_tiles(spec, facts)
+        self._long_hopper = None
+        hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
+        if hopper_tiles is not None:
+            # not at the top: where it is not chosen, Gluon may be missing
+            from pagedattn.backends.triton.long_hopper import LongHopper
+
+            self._long_hopper = LongHopper(spec, page_size, hopper_tiles, self.tiles.programs)
         self._constants = _kernel_constants(spec, page_size)
         self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
         self._numbers = (spec.num_kv_heads, self._window_left, *_score_factors(spec))
@@ -138,13 +152,33 @@ class TritonBackend:
                 **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
                 num_warps=tiles.num_warps,
             )  # fmt: skip
-        if self._has_long:
+        if self._has_long and not self._run_long_hopper(q, k_pages, v_pages, out, lse, table):
             tiles = self.tiles.long
             long_attention[(self.tiles.long_programs,)](
                 *tensors, *table, buffers.long_units, *numbers,
                 **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
                 num_warps=tiles.num_warps,
             )  # fmt: skip
+
+    def _run_long_hopper(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        table: tuple[Tensor, ...],
+    ) -> bool:
+        """Launch the Gluon kernel if it was chosen and reaches this cache; whether it did."""
+        if self._long_hopper is None:
+            return False
+        k_map = self._long_hopper.map_of(k_pages)
+        v_map = self._long_hopper.map_of(v_pages)
+        if k_map is None or v_map is None:
+            return False
+        schedule = (*table, self._buffers.long_units, self._buffers.long_turns)
+        self._long_hopper.launch((k_map, v_map), (q, out, lse), schedule, self._numbers)
+        return True
 
     def _launch_plan(self, batch_size: int) -> None:
         buffers, tiles = self._buffers, self.tiles
@@ -164,7 +198,11 @@ class TritonBackend:
 
 def _device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cuda" and not triton.knobs.runtime.interpret:
-        return DeviceFacts(torch.cuda.get_device_properties(device).multi_processor_count)
+        return DeviceFacts(
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            compute_capability=torch.cuda.get_device_capability(device),
+            missing_gluon=gluon_names.MISSING,
+        )
     return DeviceFacts(num_sms=0, interpreted=True)
 
 

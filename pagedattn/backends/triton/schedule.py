@@ -48,6 +48,7 @@ class ScheduleBuffers:
     short_first: Tensor  # i32[short programs]
     long_units: Tensor  # i32[long_units, 2]
     long_ends: Tensor  # i32[batch + 1]
+    long_turns: Tensor  # i32[2]: long units taken, programs done; 0 between launches
     arrived: Tensor  # i32[short programs]
     piece_acc: Tensor  # f32[2 * short programs, rows, padded head_dim]
     piece_ml: Tensor  # f32[2 * short programs, 2, rows]
@@ -56,7 +57,7 @@ class ScheduleBuffers:
     def allocate(
         cls, size: ScheduleSize, spec: AttentionSpec, tiles: Tiles, device: torch.device
     ) -> ScheduleBuffers:
-        """Make uninitialised buffers: the plan kernel writes all that the others read."""
+        """Make buffers: the plan kernel writes all that the others read, but for long_turns."""
 
         def int32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -72,6 +73,7 @@ class ScheduleBuffers:
             short_first=int32(programs),
             long_units=int32(size.long_units, 2),
             long_ends=int32(size.batch_size + 1),
+            long_turns=int32(2).zero_(),
             arrived=int32(programs),
             piece_acc=float32(2 * programs, rows, padded_head_dim(spec.head_dim)),
             piece_ml=float32(2 * programs, 2, rows),

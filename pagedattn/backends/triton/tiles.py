@@ -17,6 +17,8 @@ class DeviceFacts:
 
     num_sms: int
     interpreted: bool = False
+    compute_capability: tuple[int, int] = (0, 0)
+    missing_gluon: tuple[str, ...] = ()  # names that the installed Triton's Gluon lacks
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,15 @@ class KernelTiles:
     num_warps: int
     num_stages: int  # tiles whose loads are in flight, the current one included
     programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """Launch shape of the Gluon kernel for long queries, whose blocks have 128 rows."""
+
+    tile: int  # keys of a tile
+    num_stages: int  # K tiles, and V tiles, in shared memory
+    take_turns: bool = True  # whether the consumers alternate on the tensor cores
 
 
 @dataclass(frozen=True)
@@ -79,3 +90,32 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
         return Tiles(short, long, max_short_rows=64, min_chunk=1, programs=4)
     return Tiles(short, long, max_short_rows, min_chunk=4, programs=facts.num_sms)
+
+
+def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> list[str]:
+    """Why long queries do not take the Gluon kernel; [] where they do."""
+    reasons = [f"this Triton's Gluon has no {name}" for name in facts.missing_gluon]
+    if facts.interpreted:
+        reasons.append("Gluon is not interpreted")
+    if facts.compute_capability != (9, 0):
+        reasons.append(f"compute_capability={facts.compute_capability}: written for (9, 0)")
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"dtype={spec.dtype}: written for 16 bits")
+    if spec.head_dim not in (64, 128):
+        reasons.append(f"head_dim={spec.head_dim}: written for 64 and 128")
+    if page_size < 8 or page_size & (page_size - 1):
+        # a box is a whole number of the 8 rows after which the layout of shared memory repeats
+        reasons.append(f"{page_size=}: not a power of two of at least 8")
+    return reasons
+
+
+def choose_hopper_tiles(
+    spec: AttentionSpec, page_size: int, facts: DeviceFacts
+) -> HopperTiles | None:
+    """Tiles of the Gluon kernel for long queries; `None`: `long.py` serves."""
+    if hopper_refusals(spec, page_size, facts):
+        return None
+    if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
+        # scores, weights and what masks them: too much for the registers beside a wide tile
+        return HopperTiles(tile=64, num_stages=4)
+    return HopperTiles(tile=128, num_stages=2)

@@ -1,0 +1,144 @@
+"""Launches of the Gluon kernel for long queries, and the caches that its copy engine reaches.
+
+Imported only where `choose_hopper_tiles` chose the kernel: elsewhere Gluon may be missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pagedattn.backends.triton.tiles import HopperTiles
+from pagedattn.kernels.long_hopper import long_attention_hopper
+from pagedattn.spec import AttentionSpec
+
+MAX_MAPS = 4096  # caches whose maps are kept: more than a model has layers
+NUM_WARPS = 4  # of the first consumer; the other partitions bring their own
+MAX_REGISTERS = 168  # a thread of 12 warps, before the producer gives to the consumers
+_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a descriptor asks of a tensor, without keeping the tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self.address
+
+
+@dataclass(frozen=True)
+class PageMap:
+    """The pages of a K or V cache as rows of one matrix, for the copy engine.
+
+    Slot `s` of page `p` is row `p * rows_per_page + s`; a head is `head_dim` columns.
+    """
+
+    descriptor: Any
+    rows_per_page: int
+
+
+def unreachable_reasons(pages: Tensor) -> list[str]:
+    """Why the copy engine cannot reach the pages of a cache; [] where it can.
+
+    Args:
+        pages: dtype[pages, page_size, kv_heads, head_dim], dense in the last two dimensions.
+    """
+    num_pages, page_size, num_heads, head_dim = pages.shape
+    page_stride, token_stride = pages.stride()[:2]
+    if num_pages == 0:
+        return ["the cache has no pages"]
+    reasons = []
+    if pages.data_ptr() % 16:
+        reasons.append(f"address {pages.data_ptr():#x} is not a multiple of 16 bytes")
+    if token_stride * pages.itemsize % 16 or token_stride < num_heads * head_dim:
+        reasons.append(f"{token_stride=}: not a multiple of 16 bytes, or less than a row")
+    elif page_stride % token_stride:
+        reasons.append(f"{page_stride=} is not a multiple of {token_stride=}")
+    elif (num_pages - 1) * (page_stride // token_stride) + page_size >= 2**31:
+        reasons.append(f"{num_pages} pages are 2 ** 31 rows or more")
+    return reasons
+
+
+class LongHopper:
+    """The kernel of `kernels/long_hopper.py` for one kind of layer.
+
+    Args:
+        spec: The kind of layer.
+        page_size: Tokens of a page.
+        tiles: As chosen for them.
+        num_programs: Programs of a launch, at most one an SM.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, page_size: int, tiles: HopperTiles, num_programs: int
+    ) -> None:
+        self._num_programs = num_programs
+        self.box = [min(page_size, tiles.tile), spec.head_dim]
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
+        self._maps: dict[tuple[int, ...], PageMap | None] = {}
+        self.constants = {
+            "GROUP": spec.group_size,
+            "HEAD_DIM": spec.head_dim,
+            "PAGE_SIZE": page_size,
+            "TILE": tiles.tile,
+            "CAUSAL": spec.causal,
+            "HAS_WINDOW": spec.window_left >= 0,
+            "SOFT_CAP": spec.logits_soft_cap > 0,
+            "STAGES": tiles.num_stages,
+            "TAKE_TURNS": tiles.take_turns,
+        }
+
+    def map_of(self, pages: Tensor) -> PageMap | None:
+        """The map of a K or V cache; `None` where the copy engine cannot reach it.
+
+        Captured launches keep a copy of the map, so a replay reads the cache of its capture.
+        """
+        key = (pages.data_ptr(), pages.shape[0], *pages.stride()[:2])
+        if key not in self._maps:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
+            self._maps[key] = None if unreachable_reasons(pages) else self._make_map(pages)
+        return self._maps[key]
+
+    def launch(
+        self,
+        maps: tuple[PageMap, PageMap],
+        rows: tuple[Tensor, Tensor, Tensor | None],
+        schedule: tuple[Tensor, ...],
+        numbers: tuple[int | float, ...],
+    ) -> None:
+        """Compute all long units.
+
+        Args:
+            maps: Of K and of V.
+            rows: q, out and lse, as in the backend's `run`.
+            schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
+            numbers: num_kv_heads, window_left and the two factors of the scores.
+        """
+        q, out, lse = rows
+        k_map, v_map = maps
+        long_attention_hopper[(self._num_programs,)](
+            q, k_map.descriptor, v_map.descriptor, out, out if lse is None else lse,
+            *schedule, *numbers, q.stride(0), out.stride(0),
+            k_map.rows_per_page, v_map.rows_per_page,
+            **self.constants, WITH_LSE=lse is not None,
+            num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
+        )  # fmt: skip
+
+    def _make_map(self, pages: Tensor) -> PageMap:
+        num_pages, page_size, num_heads, head_dim = pages.shape
+        page_stride, token_stride = pages.stride()[:2]
+        rows_per_page = page_stride // token_stride
+        shape = [(num_pages - 1) * rows_per_page + page_size, num_heads * head_dim]
+        memory = _Memory(pages.data_ptr(), pages.dtype)
+        descriptor = TensorDescriptor(memory, shape, [token_stride, 1], self.box, self.layout)
+        return PageMap(descriptor, rows_per_page)
