@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pagedattn.backends.triton.backend import _kernel_constants
-from pagedattn.backends.triton.tiles import DeviceFacts, choose_tiles
+from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, choose_tiles
+from pagedattn.kernels import gluon_names
 from pagedattn.kernels.long import long_attention
 from pagedattn.kernels.plan import build_schedule
 from pagedattn.kernels.short import short_attention
@@ -33,12 +34,17 @@ def cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
-def signature_of(kernel, dtype: torch.dtype, constants: dict) -> tuple[dict, list[str]]:
+def signature_of(
+    kernel, dtype: torch.dtype, constants: dict, map_type: str
+) -> tuple[dict, list[str]]:
     """Each argument's type, and those that are multiples of 16."""
     signature, aligned = {}, []
-    for name in kernel.arg_names:
+    for parameter in kernel.params:
+        name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
+        elif name in ("k_pages", "v_pages"):
+            signature[name] = map_type
         elif name in VALUES:
             signature[name] = f"*{TYPES[dtype]}"
             aligned.append(name)
@@ -51,16 +57,23 @@ def signature_of(kernel, dtype: torch.dtype, constants: dict) -> tuple[dict, lis
         elif name in ("score_scale", "cap"):
             signature[name] = "fp32"
         else:
-            signature[name] = "i32"
+            signature[name] = parameter.annotation_type or "i32"
             if name.endswith("_stride"):
                 aligned.append(name)
     return signature, aligned
 
 
-def compile_sm90(kernel, dtype: torch.dtype, constants: dict, **options) -> dict:
-    signature, aligned = signature_of(kernel, dtype, constants)
+def compile_sm90(
+    kernel,
+    dtype: torch.dtype,
+    constants: dict,
+    map_type: str = "",
+    source_class=ASTSource,
+    **options,
+) -> dict:
+    signature, aligned = signature_of(kernel, dtype, constants, map_type)
     index = kernel.arg_names.index
-    source = ASTSource(
+    source = source_class(
         kernel,
         signature,
         {(index(name),): value for name, value in constants.items()},
@@ -80,6 +93,7 @@ def compile_sm90(kernel, dtype: torch.dtype, constants: dict, **options) -> dict
         "shared_bytes": compiled.metadata.shared,
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": compiled.asm["ptx"].count("mma.sync"),
+        "boxes": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
         "buffers": sorted(
             int(n)
             for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x", compiled.asm["ttgir"])
@@ -92,7 +106,10 @@ def compile_case(case: dict) -> dict:
     fields = dict(case["spec"])
     fields["dtype"] = getattr(torch, fields.get("dtype", "bfloat16"))
     spec = AttentionSpec(**fields)
-    tiles = choose_tiles(spec, DeviceFacts(num_sms=132))
+    facts = DeviceFacts(132, compute_capability=(9, 0), missing_gluon=gluon_names.MISSING)
+    if case["kernel"] == "long hopper":
+        return compile_hopper(spec, case, facts)
+    tiles = choose_tiles(spec, facts)
     if case["kernel"] == "plan":
         return compile_sm90(build_schedule, spec.dtype, {"BLOCK": 1024}, num_warps=8)
     kernel, chosen = {
@@ -104,6 +121,25 @@ def compile_case(case: dict) -> dict:
         "ROWS": chosen.rows, "TILE": chosen.tile, "STAGES": chosen.num_stages,
     }  # fmt: skip
     return compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)
+
+
+def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
+    """Compile the Gluon kernel as `LongHopper` would launch it."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from pagedattn.backends.triton.long_hopper import MAX_REGISTERS, NUM_WARPS, LongHopper
+    from pagedattn.kernels.long_hopper import long_attention_hopper
+
+    tiles = choose_hopper_tiles(spec, case["page_size"], facts)
+    launcher = LongHopper(spec, case["page_size"], tiles, num_programs=132)
+    rows, columns = launcher.box
+    answer = compile_sm90(
+        long_attention_hopper, spec.dtype,
+        {**launcher.constants, "WITH_LSE": case.get("with_lse", False)},
+        f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>", GluonASTSource,
+        num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
+    )  # fmt: skip
+    return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}
 
 
 if __name__ == "__main__":

@@ -33,6 +33,21 @@ CASES = {
     "long 96": {"kernel": "long", "page_size": 16, "spec": LLAMA | {"head_dim": 96}},
     "long 256": {"kernel": "long", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
 }
+HOPPER = {
+    "long hopper": {"kernel": "long hopper", "page_size": 16, "spec": LLAMA},
+    "long hopper window": {
+        "kernel": "long hopper", "page_size": 64, "spec": LLAMA | {"window_left": 1023},
+        "with_lse": True,
+    },
+    "long hopper window cap": {
+        "kernel": "long hopper", "page_size": 16, "spec": LLAMA | WINDOW_AND_CAP, "with_lse": True,
+    },
+    "long hopper 64": {
+        "kernel": "long hopper", "page_size": 256,
+        "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},
+    },
+}  # fmt: skip
+CASES |= HOPPER
 TENSOR_CORES = [name for name in CASES if name != "plan" and "fp32" not in name]
 
 
@@ -57,6 +72,21 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, name):
 @pytest.mark.parametrize("name", TENSOR_CORES)
 def test_products_run_on_the_tensor_cores(compiled, name):
     assert compiled[name]["wgmma"] > 0
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_the_gluon_kernel_has_two_rings_as_deep_as_meant_and_one_box_a_page(compiled, name):
+    spec, page_size = HOPPER[name]["spec"], HOPPER[name]["page_size"]
+    head_dim, tile, num_stages = spec["head_dim"], *compiled[name]["hopper_tiles"]
+    # beside the rows of two consumers; barriers and what units are told by are small
+    tiles_bytes = (128 + 2 * num_stages * tile) * head_dim * 2
+    assert 0 <= compiled[name]["shared_bytes"] - tiles_bytes < 1024
+    # a copy is at most 128 bytes wide, and of one page; K, and V
+    assert compiled[name]["boxes"] == 2 * max(tile // page_size, 1) * head_dim // 64
+    # two consumers: the first tile's scores, edge and whole tiles, with a window its edge, and
+    # the last tile's values
+    sweeps = 3 if "window_left" in spec else 2
+    assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * (head_dim // 16 + tile // 16)
 
 
 @pytest.mark.parametrize(("name", "buffers"), [("short", [3, 3]), ("long", [3, 3, 3, 3])])

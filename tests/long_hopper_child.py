@@ -1,0 +1,124 @@
+"""Compute cases with the Gluon kernel for long queries and say how right it was.
+
+Run as a program: `python long_hopper_child.py '<json list of cases>'` prints one JSON object for
+each case, as soon as it is known. It is a program of its own because a kernel that waits for what
+never comes hangs its process for good; the caller ends it.
+
+A case: spec (fields of AttentionSpec), page_size, kv_lens, qo_lens; and where they differ from what
+`batch_of` takes, values, garbage; strided ("heads" or "pages"): how the cache lies; graph: true,
+where the run is captured with another step planned and replayed with this one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from attention_steps import batch_of
+
+from pagedattn import AttentionSpec, Capacity, PagedAttention, PageTable
+from pagedattn.attention import AttentionOutput
+from pagedattn.checking.compare import check_backend
+from pagedattn.checking.step import Step
+
+
+def step_of(case: dict) -> Step:
+    fields = dict(case["spec"])
+    fields["dtype"] = getattr(torch, fields.get("dtype", "float16"))
+    options = {name: case[name] for name in ("values", "garbage") if name in case}
+    batch = batch_of(
+        AttentionSpec(**fields), case["page_size"], case["kv_lens"], case["qo_lens"], **options
+    )
+    step = batch.materialise(torch.device("cuda"))
+    return replace(step, kv_cache=strided(step.kv_cache, case.get("strided", "")))
+
+
+def strided(kv_cache: torch.Tensor, how: str) -> torch.Tensor:
+    """The same cache among NaN: heads in the middle of more, or pages that no matrix row fits."""
+    num_pages, two, page_size, num_heads, head_dim = kv_cache.shape
+    if how == "heads":
+        shape = (num_pages, two, page_size, num_heads + 2, head_dim)
+        place = kv_cache.new_full(shape, torch.nan)[:, :, :, 1:-1]
+    elif how == "pages":
+        row = kv_cache[0].numel() + 8
+        place = kv_cache.new_full((num_pages, row), torch.nan)[:, :-8].view(kv_cache.shape)
+    else:
+        return kv_cache
+    return place.copy_(kv_cache)
+
+
+def attention(step: Step, plain: bool, **options: object) -> PagedAttention:
+    attn = PagedAttention(step.spec, step.page_size, backend="triton", device="cuda", **options)
+    backend = attn._backend
+    assert backend._long_hopper is not None, "the Gluon kernel was not chosen"
+    if plain:
+        backend._long_hopper = None
+    return attn
+
+
+def eager(plain: bool) -> Callable[[Step], AttentionOutput]:
+    def attend(step: Step) -> AttentionOutput:
+        attn = attention(step, plain)
+        attn.plan(step.page_table, step.qo_indptr)
+        outputs = []
+        for _ in range(2):
+            out = torch.full_like(step.q, torch.nan)
+            lse = torch.full(step.q.shape[:2], torch.nan, device="cuda")
+            outputs.append(attn.run_return_lse(step.q, step.kv_cache, out=out, lse=lse))
+        for first, second in zip(*outputs, strict=True):
+            assert torch.equal(first.nan_to_num(7), second.nan_to_num(7)), "two runs differ"
+        without_lse = attn.run(step.q, step.kv_cache)
+        assert torch.equal(without_lse.nan_to_num(7), outputs[0].out.nan_to_num(7))
+        assert not attn._backend._buffers.long_turns.any(), "turns are not reset"
+        return outputs[0]
+
+    return attend
+
+
+def replayed(plain: bool) -> Callable[[Step], AttentionOutput]:
+    """Capture with a step of one token planned; replay with the step planned, and padding rows."""
+
+    def attend(step: Step) -> AttentionOutput:
+        num_tokens, padding = step.q.shape[0], 300
+        num_pages = step.page_table.kv_indices.numel()
+        capacity = Capacity(len(step.kv_lens) + 1, num_tokens + padding, num_pages + 2)
+        attn = attention(step, plain, capacity=capacity)
+        q = torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), torch.nan)])
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+        attn.plan(PageTable.from_lengths([1], step.page_size), torch.tensor([0, 1]).int())
+        attn.run_return_lse(q, step.kv_cache, out=out, lse=lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attn.run_return_lse(q, step.kv_cache, out=out, lse=lse)
+        for _ in range(2):
+            attn.plan(step.page_table, step.qo_indptr)
+            out.fill_(torch.nan)
+            graph.replay()
+        assert not out[num_tokens:].any(), "padding rows are not 0"
+        assert (lse[num_tokens:] == -torch.inf).all(), "padding rows have keys"
+        return AttentionOutput(out[:num_tokens], lse[:num_tokens])
+
+    return attend
+
+
+def check(case: dict) -> dict:
+    """Whether the Gluon kernel and the plain one are within the bound of float64."""
+    step = step_of(case)
+    how = replayed if case.get("graph") else eager
+    answer = {}
+    for name, plain in (("gluon", False), ("plain", True)):
+        comparison = check_backend("triton", step, attend=how(plain))
+        answer[name] = {"ok": comparison.ok, "worst": str(comparison.worst)}
+    return answer
+
+
+if __name__ == "__main__":
+    for case in json.loads(sys.argv[1]):
+        try:
+            answer = check(case)
+        except Exception as error:  # the next case has its own say
+            answer = {"error": f"{type(error).__name__}: {error}"[:3000]}
+        print(json.dumps(answer), flush=True)

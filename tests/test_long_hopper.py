@@ -1,0 +1,179 @@
+"""The Gluon kernel for long queries against float64, at its edges, beside its plain twin.
+
+Gluon is not interpreted, so without such a GPU only the choice of the kernel is tested here; what
+it compiles to is tested in test_compile.py.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import torch
+from long_hopper_child import strided
+
+from pagedattn import AttentionSpec
+from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, hopper_refusals
+from pagedattn.kernels import gluon_names
+
+H200 = DeviceFacts(num_sms=132, compute_capability=(9, 0))
+LLAMA = AttentionSpec(32, 8, 128)
+SECONDS = 90  # a case takes one or two, and some to compile
+
+HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+RAGGED = {"kv_lens": [517, 130, 64, 0, 1023, 200], "qo_lens": [517, 130, 20, 25, 33, 0]}
+CASES = {
+    "one request": {"spec": HEADS, "page_size": 16, "kv_lens": [512], "qo_lens": [512]},
+    "bfloat16": {"spec": HEADS | {"dtype": "bfloat16"}, "page_size": 16} | RAGGED,
+    "head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 16} | RAGGED,
+    "not causal": {"spec": HEADS | {"causal": False}, "page_size": 16} | RAGGED,
+    "soft cap": {"spec": HEADS | {"logits_soft_cap": 20.0}, "page_size": 16} | RAGGED,
+    "more queries than keys": {
+        "spec": HEADS, "page_size": 16, "kv_lens": [1, 40, 300, 0], "qo_lens": [300, 200, 500, 90],
+    },
+    "infinity": {"spec": HEADS, "page_size": 64, "garbage": "infinity"} | RAGGED,
+    "low scores": {"spec": HEADS, "page_size": 16, "values": "low_scores"} | RAGGED,
+    "long context": {
+        "spec": HEADS, "page_size": 16, "kv_lens": [4096, 3000], "qo_lens": [100, 65],
+    },
+    "many requests": {
+        "spec": HEADS, "page_size": 32,
+        "kv_lens": [37 * i % 701 for i in range(120)], "qo_lens": [17 + i % 50 for i in range(120)],
+    },
+    "window not causal": {
+        "spec": HEADS | {"causal": False, "window_left": 100}, "page_size": 16,
+    } | RAGGED,
+    "window soft cap": {
+        "spec": HEADS | {"window_left": 100, "logits_soft_cap": 20.0}, "page_size": 16,
+    } | RAGGED,
+    "heads of a larger cache": {"spec": HEADS, "page_size": 16, "strided": "heads"} | RAGGED,
+    "pages out of step": {"spec": HEADS, "page_size": 16, "strided": "pages"} | RAGGED,
+    "graph": {"spec": HEADS, "page_size": 16, "graph": True} | RAGGED,
+    "graph window": {"spec": HEADS | {"window_left": 65}, "page_size": 16, "graph": True} | RAGGED,
+}  # fmt: skip
+for page_size in (8, 32, 64, 128, 256):
+    CASES[f"page_size {page_size}"] = {"spec": HEADS, "page_size": page_size} | RAGGED
+for group in (1, 3, 7, 8, 40):
+    heads = HEADS | {"num_qo_heads": 2 * group}
+    CASES[f"group {group}"] = {
+        "spec": heads, "page_size": 16, "kv_lens": [200, 333], "qo_lens": [150, 333],
+    }  # fmt: skip
+for window_left in (0, 1, 63, 64, 65, 4096):
+    CASES[f"window {window_left}"] = {
+        "spec": HEADS | {"window_left": window_left}, "page_size": 16,
+        "kv_lens": [517, 900, 4500], "qo_lens": [517, 50, 140],
+    }  # fmt: skip
+
+
+def hopper_here() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def compute(cases: list[dict]) -> list[dict]:
+    """The child's answers; a case that hangs is ended, and those after it get a new child."""
+    answers = []
+    while len(answers) < len(cases):
+        with tempfile.TemporaryFile("w+") as errors:
+            answers += compute_until_death(cases[len(answers) :], errors)
+            if len(answers) < len(cases):
+                errors.seek(0)
+                answers.append({"error": f"hangs, or died: {errors.read()[-2000:]}"})
+    return answers
+
+
+def compute_until_death(cases: list[dict], errors: TextIO) -> list[dict]:
+    """The answers of one child before it hangs or dies."""
+    script = str(Path(__file__).parent / "long_hopper_child.py")
+    command = [sys.executable, script, json.dumps(cases)]
+    answers = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
+        while len(answers) < len(cases):
+            timer = threading.Timer(SECONDS, child.kill)
+            timer.start()
+            line = child.stdout.readline()
+            timer.cancel()
+            if not line:
+                break
+            answers.append(json.loads(line))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict]:
+    if not hopper_here():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    return dict(zip(CASES, compute(list(CASES.values())), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gluon_and_plain_kernel_are_within_the_bound_of_float64(answers, name):
+    answer = answers[name]
+    assert "error" not in answer, answer["error"]
+    assert answer["gluon"]["ok"], answer["gluon"]["worst"]
+    assert answer["plain"]["ok"], answer["plain"]["worst"]
+
+
+def test_this_triton_has_all_names_that_the_kernel_uses():
+    assert gluon_names.MISSING == ()
+
+
+def test_it_is_chosen_where_it_runs():
+    assert hopper_refusals(LLAMA, 16, H200) == []
+    assert choose_hopper_tiles(LLAMA, 16, H200) is not None
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "facts"),
+    [
+        (LLAMA, 16, DeviceFacts(num_sms=108, compute_capability=(8, 0))),
+        (LLAMA, 16, DeviceFacts(num_sms=148, compute_capability=(10, 0))),
+        (LLAMA, 16, DeviceFacts(num_sms=0, interpreted=True, compute_capability=(9, 0))),
+        (LLAMA, 16, DeviceFacts(132, compute_capability=(9, 0), missing_gluon=("tma",))),
+        (LLAMA, 4, H200),
+        (LLAMA, 48, H200),
+        (AttentionSpec(32, 8, 96), 16, H200),
+        (AttentionSpec(32, 8, 256), 16, H200),
+        (AttentionSpec(32, 8, 128, torch.float32), 16, H200),
+    ],
+)
+def test_elsewhere_the_plain_kernel_is_chosen_for_one_stated_reason(spec, page_size, facts):
+    assert len(hopper_refusals(spec, page_size, facts)) == 1
+    assert choose_hopper_tiles(spec, page_size, facts) is None
+
+
+@pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
+def test_only_caches_that_are_matrices_are_reached():
+    from pagedattn.backends.triton.long_hopper import unreachable_reasons
+
+    kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
+    assert unreachable_reasons(kv_cache[:, 1]) == []
+    assert unreachable_reasons(strided(kv_cache, "heads")[:, 1]) == []
+    assert len(unreachable_reasons(strided(kv_cache, "pages")[:, 1])) == 1
+    assert len(unreachable_reasons(kv_cache[:0, 0])) == 1
+    shifted = torch.zeros(kv_cache.numel() + 1, dtype=torch.float16)[1:].view(kv_cache.shape)
+    assert len(unreachable_reasons(shifted[:, 0])) == 1
+    huge = kv_cache[:1, 0].expand(2**27, 16, 2, 64)
+    assert unreachable_reasons(huge) == []  # page_stride 0: every page is the first
+    shape, strides = (2**26 + 1, 16, 2, 64), (4096, 128, 64, 1)
+    far = torch.empty_strided(shape, strides, dtype=torch.float16, device="meta")
+    assert "2 ** 31 rows" in " ".join(unreachable_reasons(far))
+
+
+@pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
+def test_a_map_is_made_once_a_cache_and_finds_its_slots():
+    from pagedattn.backends.triton.long_hopper import LongHopper
+
+    tiles = choose_hopper_tiles(LLAMA, 16, H200)
+    kernel = LongHopper(AttentionSpec(4, 2, 64, torch.float16), 16, tiles, num_programs=132)
+    kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
+    maps = [kernel.map_of(kv_cache[:, which]) for which in (0, 1, 0)]
+    assert maps[0] is maps[2] is not maps[1]
+    assert [m.descriptor.base.data_ptr() - kv_cache.data_ptr() for m in maps[:2]] == [0, 4096]
+    assert maps[0].rows_per_page == 32
+    assert list(maps[0].descriptor.shape) == [4 * 32 + 16, 2 * 64]
+    assert list(maps[0].descriptor.strides) == [128, 1]
