@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,10 +33,15 @@ from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
     KVCache,
+    check_device,
+    check_device_table,
+    check_index_tensor,
     check_indptr,
     check_lse,
     check_page_table,
     check_query,
+    halves_of,
+    layout_of,
     split_kv_cache,
 )
 from pagedattn.watch import Watch, Watcher
@@ -50,12 +54,11 @@ class AttentionOutput(NamedTuple):
     lse: Tensor  # f32[tokens, num_qo_heads]  natural logarithm; -inf where no key is visible
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What `run` must know of the last good plan."""
 
     batch_size: int
-    num_tokens: int  # query tokens
+    num_tokens: int | None  # query tokens; unknown on the host after plan_device
     num_table_pages: int  # entries of the page table
     num_rows: int  # rows of q and out
     num_pages: int  # pages that a cache must have
@@ -73,6 +76,8 @@ class PagedAttention:
         capacity: The largest step. When given, no address changes after construction, and `run`
             may be captured in a CUDA graph and replayed after later plans.
         shadow: Compares a sample of the steps with another backend: `pagedattn.Shadow(...)`.
+        batch_invariant: The bits of a request's output depend on that request and the device alone:
+            not on the other requests of a step, nor on its place among them, nor on a capacity.
 
     Raises:
         ValueError: An argument is out of its range, or no backend has this name.
@@ -96,6 +101,7 @@ class PagedAttention:
         device: torch.device | str | None = None,
         capacity: Capacity | None = None,
         shadow: Watcher | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -104,16 +110,23 @@ class PagedAttention:
         self.backend = backend
         self.device = resolve_device(device)
         self.capacity = capacity
-        reasons = unsupported_reasons(backend, spec, page_size, self.device)
+        self.batch_invariant = batch_invariant
+        reasons = unsupported_reasons(
+            backend, spec, page_size, self.device, batch_invariant=batch_invariant
+        )
         if reasons:
             raise UnsupportedSpec(backend, reasons)
         with on_device(self.device):
-            self._backend = load_backend(backend)(spec, page_size, self.device, capacity)
+            self._backend = load_backend(backend)(
+                spec, page_size, self.device, capacity, batch_invariant
+            )
         self._step: _Step | None = None
         self.shadow: Watch | None = None
         if shadow is not None:
             self.shadow = shadow.watch(spec, page_size, backend, self.device, capacity)
         self.number = register(self)
+        self._accepted: tuple[object, ...] = ()  # layouts of the last run that passed the checks
+        self._one_token_each = torch.zeros(1, dtype=torch.int32)
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
         """Make ready for a step.
@@ -131,29 +144,73 @@ class PagedAttention:
                 then without a plan until the next good one.
         """
         self._step = None
-        table = page_table.to("cpu")
+        table = page_table if page_table.kv_lens.is_cpu else page_table.to("cpu")
         num_pages = check_page_table(table, self.page_size)
+        batch_size, num_table_pages = table.batch_size, table.kv_indices.shape[0]
         if qo_indptr is None:
-            qo_indptr = torch.arange(table.batch_size + 1, dtype=torch.int32)
-        qo_indptr = qo_indptr.to("cpu")
-        check_indptr(qo_indptr, "qo_indptr", table.batch_size)
-        num_tokens = int(qo_indptr[-1])
+            qo_indptr, num_tokens = self._decode_indptr(batch_size), batch_size
+        else:
+            qo_indptr = qo_indptr if qo_indptr.is_cpu else qo_indptr.to("cpu")
+            check_indptr(qo_indptr, "qo_indptr", batch_size)
+            num_tokens = int(qo_indptr.numpy()[-1])
         if self.capacity is not None:
             self.capacity.check_fits(
-                batch_size=table.batch_size,
-                num_tokens=num_tokens,
-                num_pages=table.kv_indices.shape[0],
+                batch_size=batch_size, num_tokens=num_tokens, num_pages=num_table_pages
             )
         with on_device(self.device):
             self._backend.plan(table, qo_indptr)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
-        num_table_pages = table.kv_indices.shape[0]
         is_watched = self.shadow is not None
         if self.shadow is not None:
             self.shadow.begin_step(table, qo_indptr)
-        self._step = _Step(
-            table.batch_size, num_tokens, num_table_pages, num_rows, num_pages, is_watched
+        self._step = _Step(batch_size, num_tokens, num_table_pages, num_rows, num_pages, is_watched)
+
+    def plan_device(
+        self, page_table: PageTable, qo_indptr: Tensor | None = None, *, num_pages: int
+    ) -> None:
+        """Make ready for a step whose table exists on the device alone, without waiting for it.
+
+        For engines that schedule ahead. Needs a capacity, and a backend that plans on the device.
+        No value is read by the host, so none can be refused. Values that `plan` would refuse give
+        a wrong answer for some requests and no error, but never a read or write out of bounds:
+        bounds are made to rise within the capacity, a request has at most the keys that its pages
+        hold, and page ids are held below `num_pages`. Such a step is not compared by a shadow,
+        which reads tables on the host.
+
+        Args:
+            page_table: As for `plan`, on this object's device. `kv_indices` may have more entries
+                than `kv_indptr` says. Requests that do not exist have no pages, keys or queries.
+            qo_indptr: As for `plan`, on this object's device.
+            num_pages: Pages that the caches of `run` have.
+
+        Raises:
+            RuntimeError: There is no capacity.
+            UnsupportedSpec: The backend plans on the host.
+            ValueError: A dtype, shape or device is wrong, or an array is larger than the capacity.
+        """
+        self._step = None
+        if (reason := self._backend.no_device_plan) is not None:
+            raise UnsupportedSpec(self.backend, [f"plan_device: {reason}"])
+        if self.capacity is None:
+            raise RuntimeError(
+                "plan_device needs a capacity, as the host does not know how large the step is: "
+                "build it with PagedAttention(..., capacity=Capacity(...))"
+            )
+        batch_size = check_device_table(page_table, self.page_size, self.device)
+        if qo_indptr is None:
+            qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=self.device)
+        check_index_tensor(qo_indptr, "qo_indptr", batch_size + 1)
+        check_device(qo_indptr, "qo_indptr", self.device)
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        num_table_pages = page_table.kv_indices.shape[0]
+        self.capacity.check_fits(
+            batch_size=batch_size, num_tokens=batch_size, num_pages=num_table_pages
         )
+        with on_device(self.device):
+            self._backend.plan_device(page_table, qo_indptr, num_pages)
+        num_rows = self.capacity.max_tokens
+        self._step = _Step(batch_size, None, num_table_pages, num_rows, num_pages, is_watched=False)
 
     @property
     def write_slots(self) -> Tensor:
@@ -214,15 +271,12 @@ class PagedAttention:
         """
         step = self._planned_step()
         self._check_capture()
-        check_query(q, "q", self.spec, step.num_rows, self.device)
-        layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
-        k_pages, v_pages = split_kv_cache(
-            layer, self.spec, self.page_size, step.num_pages, self.device
-        )
-        if lse is not None:
-            check_lse(lse, self.spec, step.num_rows, self.device)
-        check_query(out, "out", self.spec, step.num_rows, self.device)
+        layouts = (step.num_rows, step.num_pages, *map(layout_of, (q, out, lse, *kv_cache)))
+        if layouts != self._accepted:
+            self._check_run(step, q, kv_cache, out, lse)
+            self._accepted = layouts
         if step.num_rows:
+            k_pages, v_pages = halves_of(_layer_of(kv_cache))
             with on_device(self.device):
                 self._backend.run(q, k_pages, v_pages, out, lse)
             if self.shadow is not None and step.is_watched:
@@ -237,6 +291,23 @@ class PagedAttention:
         else:
             self.run_checked(q, parts, out, lse)
         return out
+
+    def _check_run(
+        self, step: _Step, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Check what `run` was given; only shapes, strides, dtypes and devices are asked for."""
+        check_query(q, "q", self.spec, step.num_rows, self.device)
+        layer = _layer_of(kv_cache)
+        split_kv_cache(layer, self.spec, self.page_size, step.num_pages, self.device)
+        if lse is not None:
+            check_lse(lse, self.spec, step.num_rows, self.device)
+        check_query(out, "out", self.spec, step.num_rows, self.device)
+
+    def _decode_indptr(self, batch_size: int) -> Tensor:
+        """i32[batch + 1] on the host: one query token a request; kept from step to step."""
+        if self._one_token_each.shape[0] != batch_size + 1:
+            self._one_token_each = torch.arange(batch_size + 1, dtype=torch.int32)
+        return self._one_token_each
 
     def _planned_step(self) -> _Step:
         if self._step is None:
@@ -259,19 +330,27 @@ class PagedAttention:
     def __repr__(self) -> str:
         step, plan = self._step, "no plan"
         if step is not None:
+            tokens = "" if step.num_tokens is None else f"{step.num_tokens} query tokens, "
             plan = (
-                f"{step.batch_size} requests planned: {step.num_tokens} query tokens, "
+                f"{step.batch_size} requests planned: {tokens}"
                 f"{step.num_table_pages} pages in their tables"
             )
         return (
             f"PagedAttention({self.spec}, page_size={self.page_size}, backend={self.backend!r}, "
-            f"device='{self.device}', capacity={self.capacity}) with {plan}"
+            f"device='{self.device}', capacity={self.capacity}, "
+            f"batch_invariant={self.batch_invariant}) with {plan}"
         )
+
+
+def _layer_of(kv_cache: Sequence[Tensor]) -> KVCache:
+    return kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the current one: kernels launch there, wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

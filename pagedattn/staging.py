@@ -6,14 +6,18 @@ that is recorded behind its copy and asked before the buffer is used again.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16
 """Bytes: every array starts at a multiple of this, so any dtype up to 16 bytes may be viewed."""
+
+INT_BYTES = 4
 
 
 class PinnedRing:
@@ -55,65 +59,79 @@ class PinnedRing:
 
 
 class Staging:
-    """Copies lists of host tensors to a device, each list packed into one copy.
+    """Copies lists of int32 arrays to fixed places on a device, each list packed into one copy.
 
     Args:
-        device: Where the tensors go. On a CPU the packed copy is an ordinary one.
-        capacity_bytes: Size in bytes of every tensor of a list, at most. When given, the device
-            buffer is made once and the tensors' addresses never change; otherwise every `upload`
-            returns fresh memory. Sizes are not checked against a step here: `Capacity` does that.
+        device: Where the arrays go. On a CPU the packed copy is an ordinary one.
+        room: As for `make_room`.
         num_buffers: Host buffers in turn. A buffer whose copy is still queued is waited for, so
             this many uploads may be queued before one waits.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        capacity_bytes: Sequence[int] | None = None,
-        num_buffers: int = 4,
-    ) -> None:
+    arrays: list[Tensor]
+    """i32[room]: each array on the device, with the values of the last upload in front."""
+
+    def __init__(self, device: torch.device, room: Sequence[int], num_buffers: int = 4) -> None:
         self.device = device
         self._ring = PinnedRing(device, num_buffers)
-        self._offsets: list[int] | None = None
-        self._fixed: Tensor | None = None
-        if capacity_bytes is not None:
-            self._offsets = offsets_of(capacity_bytes)
-            self._fixed = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+        self.make_room(room)
 
-    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy host tensors to the device, in the current stream's order, without waiting for it.
+    def make_room(self, room: Sequence[int]) -> None:
+        """Move the arrays to new memory; torch frees the old in stream order, after its copies.
 
         Args:
-            tensors: Contiguous host tensors of dtypes that numpy has; read before this returns.
-
-        Returns:
-            Device tensors of the same shapes and dtypes.
+            room: Entries that each array of a list has room for. An upload is not checked against
+                it: `Capacity` does that, or whoever calls this.
         """
-        sizes = [t.numel() * t.element_size() for t in tensors]
-        offsets = self._offsets or offsets_of(sizes)
-        num_bytes = offsets[len(tensors) - 1] + sizes[-1]
-        host = self._ring.next(offsets[-1])
-        staged = host.numpy()  # numpy: a torch operation on a few bytes costs five times as much
-        for tensor, offset, size in zip(tensors, offsets, sizes, strict=False):
-            staged[offset : offset + size] = tensor.numpy().reshape(-1).view(np.uint8)
-        if self._fixed is None:
-            device_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
-        else:
-            device_buffer = self._fixed
-        device_buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+        *starts, size = offsets_of([INT_BYTES * entries for entries in room])
+        self._starts = [start // INT_BYTES for start in starts]
+        self._packed = torch.empty(size // INT_BYTES, dtype=torch.int32, device=self.device)
+        self.arrays = [
+            self._packed[start : start + entries]
+            for start, entries in zip(self._starts, room, strict=True)
+        ]
+        self._hosts: dict[int, tuple[Tensor, NDArray[np.int32], int]] = {}
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def upload(self, tensors: Sequence[Tensor], last: Sequence[int]) -> None:
+        """Copy host arrays to the device, in the current stream's order, without waiting for it.
+
+        Args:
+            tensors: Contiguous i32[n], one an array; read before this returns. The copy ends behind
+                the last of them, so the one whose room is rarely used belongs there.
+            last: For each array but the last, one value to follow the tensor's.
+        """
+        host, ints, address = self._next_host()
+        *bounds, ids = tensors
+        # memmove: a numpy view and its assignment cost three times as much, for each array
+        for tensor, start, value in zip(bounds, self._starts, last, strict=False):
+            length = tensor.shape[0]
+            ctypes.memmove(address + INT_BYTES * start, tensor.data_ptr(), INT_BYTES * length)
+            ints[start + length] = value
+        start, length = self._starts[-1], ids.shape[0]
+        ctypes.memmove(address + INT_BYTES * start, ids.data_ptr(), INT_BYTES * length)
+        target, source = self._copy_of(host, start + length)
+        target.copy_(source, non_blocking=True)
         self._ring.hold()
-        return _views(device_buffer, list(zip(offsets, tensors, strict=False)))
 
+    def _next_host(self) -> tuple[Tensor, NDArray[np.int32], int]:
+        """A page-locked i32 buffer, its numpy view and its address."""
+        buffer = self._ring.next(INT_BYTES * self._packed.shape[0])
+        turn = self._ring.turn
+        if turn not in self._hosts:
+            ints = buffer.view(torch.int32)
+            self._hosts[turn] = ints, ints.numpy(), ints.data_ptr()
+        return self._hosts[turn]
 
-def _views(buffer: Tensor, layout: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """What lies in a packed buffer, shaped like the tensors that were packed."""
-    whole = {tensor.dtype: buffer.view(tensor.dtype) for _, tensor in layout}
-    views = []
-    for offset, tensor in layout:
-        begin = offset // tensor.element_size()
-        view = whole[tensor.dtype][begin : begin + tensor.numel()]
-        views.append(view if tensor.ndim == 1 else view.view(tensor.shape))
-    return views
+    def _copy_of(self, host: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """The fronts of both buffers, at least `end` entries: few sizes, so that they are kept."""
+        size = self._packed.shape[0]
+        quantum = max(size // 64, 1)
+        end = min(-(-end // quantum) * quantum, size)
+        key = (self._ring.turn, end)
+        if key not in self._copies:
+            self._copies[key] = self._packed[:end], host[:end]
+        return self._copies[key]
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:

@@ -34,8 +34,10 @@ def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
     values = tensor.numpy()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    steps = values[1:] - values[:-1]
-    if batch_size and steps.min() < 0:
+    if not batch_size:
+        return
+    steps = np.subtract(values[1:], values[:-1], dtype=np.int64)
+    if _max_unsigned(steps) >= 1 << 31:
         row = int(steps.argmin())
         raise ValueError(
             f"{name} must not decrease, got {values[row]} then {values[row + 1]} at entry {row + 1}"
@@ -46,32 +48,82 @@ def check_page_table(table: PageTable, page_size: int) -> int:
     """Check a host table against its own lengths; return the pages a cache must have for it."""
     if table.page_size != page_size:
         raise ValueError(f"page_table.page_size is {table.page_size}, expected {page_size}")
-    if table.kv_lens.ndim != 1:
-        raise ValueError(f"kv_lens must have shape [batch], got {list(table.kv_lens.shape)}")
-    batch_size = table.batch_size
-    check_index_tensor(table.kv_lens, "kv_lens", batch_size)
-    check_indptr(table.kv_indptr, "kv_indptr", batch_size)
-    check_index_tensor(table.kv_indices, "kv_indices", int(table.kv_indptr[-1]))
-    if not batch_size:
-        return 0
+    batch_size = check_table_shapes(table)
     # numpy: on arrays this small a torch operation costs five times as much
     lens, indptr, ids = table.kv_lens.numpy(), table.kv_indptr.numpy(), table.kv_indices.numpy()
-    if lens.min() < 0:
-        raise ValueError(f"kv_lens must not be negative, got {lens.min()}")
-    needed = -(-lens // page_size)  # ceil, without overflow near 2 ** 31
-    owned = indptr[1:] - indptr[:-1]
-    if (needed != owned).any():
-        row = int((needed != owned).argmax())
-        raise ValueError(
-            f"request {row} has kv_len {lens[row]} and {owned[row]} pages of {page_size} tokens, "
-            f"expected {needed[row]} pages"
-        )
+    if len(ids) != indptr[-1] or indptr[0] != 0:
+        check_indptr(table.kv_indptr, "kv_indptr", batch_size)
+        check_index_tensor(table.kv_indices, "kv_indices", int(indptr[-1]))
+    if not batch_size:
+        return 0
+    # In one number, which has a sign if any of these has: a bound, pages or a length below 0; a
+    # last page overfull; a page or more unused. What of it is wrong is asked afterwards. Nothing
+    # overflows that has no sign already.
+    wide = np.int32 if len(ids) * page_size < 1 << 31 else np.int64
+    owned = np.subtract(indptr[1:], indptr[:-1], dtype=wide)
+    unused = owned * page_size - lens
+    signs = indptr[1:] | owned | lens | unused | (page_size - 1 - unused)
+    if np.bitwise_or.reduce(signs) < 0:
+        _refuse_lengths(table)
     if not len(ids):
         return 0
-    highest = int(ids.view(np.uint32).max())  # a negative id becomes a huge one: one pass, not two
+    highest = _max_unsigned(ids)
     if highest >= 1 << 31:
         raise ValueError(f"kv_indices must not be negative, got page id {ids.min()}")
     return highest + 1
+
+
+def check_table_shapes(table: PageTable) -> int:
+    """Check dtypes, shapes and devices, and no value; return the batch size."""
+    lens, indptr, indices = table.kv_lens, table.kv_indptr, table.kv_indices
+    if lens.ndim != 1:
+        raise ValueError(f"kv_lens must have shape [batch], got {list(lens.shape)}")
+    batch_size = lens.shape[0]
+    check_index_tensor(lens, "kv_lens")
+    check_index_tensor(indptr, "kv_indptr", batch_size + 1)
+    check_index_tensor(indices, "kv_indices")
+    if not lens.device == indptr.device == indices.device:
+        raise ValueError(
+            f"page_table must be on one device, got kv_lens on {lens.device}, kv_indptr on "
+            f"{indptr.device}, kv_indices on {indices.device}"
+        )
+    return batch_size
+
+
+def check_device_table(table: PageTable, page_size: int, device: torch.device) -> int:
+    """Check a table on the device without waiting for its values; return the batch size."""
+    if table.page_size != page_size:
+        raise ValueError(f"page_table.page_size is {table.page_size}, expected {page_size}")
+    batch_size = check_table_shapes(table)
+    check_device(table.kv_lens, "page_table", device)
+    return batch_size
+
+
+def check_device(tensor: Tensor, name: str, device: torch.device) -> None:
+    """Require a tensor on `device`."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def _max_unsigned(values: NDArray[np.int32] | NDArray[np.int64]) -> int:
+    """The largest value, where a negative one counts as a huge one: one pass, not two."""
+    unsigned = np.uint32 if values.itemsize == 4 else np.uint64
+    return int(np.maximum.reduce(values.view(unsigned)))
+
+
+def _refuse_lengths(table: PageTable) -> None:
+    """Say what is wrong with a table whose lengths and pages do not fit together."""
+    check_indptr(table.kv_indptr, "kv_indptr", table.batch_size)
+    lens, indptr = table.kv_lens.numpy(), table.kv_indptr.numpy()
+    if lens.min() < 0:
+        raise ValueError(f"kv_lens must not be negative, got {lens.min()}")
+    needed = -(-lens // table.page_size)  # ceil, without overflow near 2 ** 31
+    owned = indptr[1:] - indptr[:-1]
+    row = int((needed != owned).argmax())
+    raise ValueError(
+        f"request {row} has kv_len {lens[row]} and {owned[row]} pages of {table.page_size} tokens, "
+        f"expected {needed[row]} pages"
+    )
 
 
 def lens_of_last_pages(
@@ -135,16 +187,16 @@ def split_kv_cache(
         device: Where the cache must be.
     """
     page_shape = [page_size, spec.num_kv_heads, spec.head_dim]
+    names = ("k_pages", "v_pages")
     if isinstance(kv_cache, Tensor):
         if list(kv_cache.shape[1:]) != [2, *page_shape]:
             raise ValueError(
                 f"kv_cache must have shape [pages, 2, {', '.join(map(str, page_shape))}] "
                 f"[pages, 2, page_size, num_kv_heads, head_dim], got {list(kv_cache.shape)}"
             )
-        parts = ((kv_cache[:, 0], "kv_cache"), (kv_cache[:, 1], "kv_cache"))
-    else:
-        parts = ((kv_cache[0], "k_pages"), (kv_cache[1], "v_pages"))
-    for pages, name in parts:
+        names = ("kv_cache", "kv_cache")
+    parts = halves_of(kv_cache)
+    for pages, name in zip(parts, names, strict=True):
         if list(pages.shape[1:]) != page_shape:
             raise ValueError(
                 f"{name} must have shape [pages, {', '.join(map(str, page_shape))}] "
@@ -157,7 +209,22 @@ def split_kv_cache(
                 f"{name} has {pages.shape[0]} pages, but the planned page table holds page id "
                 f"{num_pages - 1}"
             )
-    return parts[0][0], parts[1][0]
+    return parts
+
+
+def halves_of(kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+    """The `(k_pages, v_pages)` views of one layer's cache, whose layout has been checked."""
+    if isinstance(kv_cache, Tensor):
+        k_pages, v_pages = kv_cache.unbind(1)
+        return k_pages, v_pages
+    return kv_cache
+
+
+def layout_of(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """All that a check may ask of a tensor but its values."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _check_dtype_and_device(
@@ -165,8 +232,7 @@ def _check_dtype_and_device(
 ) -> None:
     if tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    check_device(tensor, name, device)
 
 
 def _check_dense_heads(tensor: Tensor, name: str) -> None:

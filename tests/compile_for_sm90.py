@@ -17,9 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagedattn.backends.triton.backend import _kernel_constants
+from pagedattn.backends.triton.backend import PLAN_BLOCK, PLAN_WARPS, _kernel_constants
 from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, choose_tiles
 from pagedattn.kernels import gluon_names
+from pagedattn.kernels.ingest import ingest_table
 from pagedattn.kernels.long import long_attention
 from pagedattn.kernels.plan import build_schedule
 from pagedattn.kernels.short import short_attention
@@ -111,7 +112,12 @@ def compile_case(case: dict) -> dict:
         return compile_hopper(spec, case, facts)
     tiles = choose_tiles(spec, facts)
     if case["kernel"] == "plan":
-        return compile_sm90(build_schedule, spec.dtype, {"BLOCK": 1024}, num_warps=8)
+        invariant = case.get("batch_invariant", False)
+        constants = {"BLOCK": PLAN_BLOCK, "BATCH_INVARIANT": invariant}
+        return compile_sm90(build_schedule, spec.dtype, constants, num_warps=PLAN_WARPS[invariant])
+    if case["kernel"] == "ingest":
+        block = {"BLOCK": PLAN_BLOCK}
+        return compile_sm90(ingest_table, spec.dtype, block, num_warps=PLAN_WARPS[False])
     kernel, chosen = {
         "short": (short_attention, tiles.short),
         "long": (long_attention, tiles.long),
@@ -120,6 +126,8 @@ def compile_case(case: dict) -> dict:
         **_kernel_constants(spec, case["page_size"]), "WITH_LSE": case.get("with_lse", False),
         "ROWS": chosen.rows, "TILE": chosen.tile, "STAGES": chosen.num_stages,
     }  # fmt: skip
+    if case["kernel"] == "short":
+        constants["BATCH_INVARIANT"] = case.get("batch_invariant", False)
     return compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)
 
 

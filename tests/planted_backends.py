@@ -18,7 +18,7 @@ LENGTHS = (40, 3, 0, 17), (6, 1, 2, 0)  # kv_lens, qo_lens: request 2 sees no ke
 class WindowOneShort(ReferenceBackend):
     """Sees one key too few."""
 
-    def __init__(self, spec, page_size, device, capacity):
+    def __init__(self, spec, page_size, device, capacity, batch_invariant):
         super().__init__(
             replace(spec, window_left=spec.window_left - 1), page_size, device, capacity
         )

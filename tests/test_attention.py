@@ -245,7 +245,7 @@ class OnItsDevice(backends.load_backend("reference")):
     entered: list = []  # what `on_device` was entered with, not yet left
     calls: list = []
 
-    def __init__(self, spec, page_size, device, capacity):
+    def __init__(self, spec, page_size, device, capacity, batch_invariant):
         super().__init__(spec, page_size, device, capacity)
         self.calls.append(("build", *self.entered))
 

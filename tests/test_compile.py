@@ -20,7 +20,15 @@ LLAMA = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 WINDOW_AND_CAP = {"window_left": 1023, "logits_soft_cap": 30.0}
 CASES = {
     "plan": {"kernel": "plan", "spec": LLAMA},
+    "plan batch-invariant": {"kernel": "plan", "spec": LLAMA, "batch_invariant": True},
+    "ingest": {"kernel": "ingest", "spec": LLAMA},
     "short": {"kernel": "short", "page_size": 16, "spec": LLAMA, "with_lse": True},
+    "short batch-invariant": {
+        "kernel": "short",
+        "page_size": 16,
+        "spec": LLAMA,
+        "batch_invariant": True,
+    },
     "short window cap": {"kernel": "short", "page_size": 1, "spec": LLAMA | WINDOW_AND_CAP},
     "short 256": {"kernel": "short", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
     "short fp32": {
@@ -48,7 +56,7 @@ HOPPER = {
     },
 }  # fmt: skip
 CASES |= HOPPER
-TENSOR_CORES = [name for name in CASES if name != "plan" and "fp32" not in name]
+TENSOR_CORES = [name for name in CASES if name.startswith(("short", "long")) and "fp32" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +97,9 @@ def test_the_gluon_kernel_has_two_rings_as_deep_as_meant_and_one_box_a_page(comp
     assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * (head_dim // 16 + tile // 16)
 
 
-@pytest.mark.parametrize(("name", "buffers"), [("short", [3, 3]), ("long", [3, 3, 3, 3])])
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [("short", [3, 3]), ("short batch-invariant", [3, 3]), ("long", [3, 3, 3, 3])],
+)
 def test_loads_are_pipelined_as_deep_as_meant(compiled, name, buffers):
     assert compiled[name]["buffers"] == buffers

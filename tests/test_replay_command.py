@@ -24,7 +24,7 @@ from pagedattn.draw import draw_mask, draw_pages
 class ShortWindow(ReferenceBackend):
     """A window one key short."""
 
-    def __init__(self, spec, page_size, device, capacity):
+    def __init__(self, spec, page_size, device, capacity, batch_invariant):
         if spec.window_left > 0:
             spec = replace(spec, window_left=spec.window_left - 1)
         super().__init__(spec, page_size, device, capacity)

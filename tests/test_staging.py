@@ -7,60 +7,58 @@ from hypothesis import strategies as st
 
 from pagedattn.staging import Staging
 
-DTYPES = [torch.int32, torch.int64, torch.float32, torch.uint8, torch.float16]
+ROOM = [20, 30, 60]
 
 
-def draw_tensor(data, max_size: int = 40) -> torch.Tensor:
-    dtype = data.draw(st.sampled_from(DTYPES))
-    size = data.draw(st.integers(0, max_size))
-    return torch.randint(0, 100, (size,)).to(dtype)
+def arrays_of(sizes, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-9, 99, (n,), generator=generator, dtype=torch.int32) for n in sizes]
 
 
-@given(data=st.data())
-def test_every_tensor_arrives_with_its_shape_and_dtype(device, data):
-    staging = Staging(device)
-    for _ in range(data.draw(st.integers(1, 6))):
-        tensors = [draw_tensor(data) for _ in range(data.draw(st.integers(1, 4)))]
-        uploaded = staging.upload(tensors)
-        assert [(t.dtype, t.shape, t.device) for t in uploaded] == [
-            (t.dtype, t.shape, device) for t in tensors
-        ]
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(uploaded, tensors, strict=True))
+def check(staging: Staging, tensors: list[torch.Tensor], last: list[int]) -> None:
+    """What was uploaded is on the device, each value of `last` behind its array."""
+    expected = [t.tolist() for t in tensors]
+    expected = [[*e, v] for e, v in zip(expected, last, strict=False)] + [expected[-1]]
+    for array, values in zip(staging.arrays, expected, strict=True):
+        assert array.device == staging.device
+        assert array[: len(values)].tolist() == values
 
 
-def test_without_a_capacity_an_earlier_upload_is_not_touched(device):
-    staging = Staging(device, num_buffers=2)
-    uploaded = [staging.upload([torch.full((9,), i)])[0] for i in range(7)]
-    assert [t.unique().tolist() for t in uploaded] == [[i] for i in range(7)]
+@given(
+    uploads=st.lists(
+        st.tuples(st.integers(0, 19), st.integers(0, 29), st.integers(0, 60)), max_size=7
+    )
+)
+def test_arrays_arrive_and_addresses_never_change(device, uploads):
+    staging = Staging(device, ROOM)
+    addresses = [array.data_ptr() for array in staging.arrays]
+    for seed, sizes in enumerate(uploads):
+        tensors = arrays_of(sizes, seed)
+        staging.upload(tensors, [seed, -seed])
+        check(staging, tensors, [seed, -seed])
+        assert [array.data_ptr() for array in staging.arrays] == addresses
 
 
-@given(data=st.data())
-def test_with_a_capacity_addresses_never_change(device, data):
-    staging = Staging(device, [160, 320])
-    first = [t.data_ptr() for t in staging.upload([torch.zeros(40).int(), torch.zeros(40).long()])]
-    for _ in range(data.draw(st.integers(1, 6))):
-        tensors = [
-            torch.randint(0, 99, (data.draw(st.integers(1, 40)),)).int(),
-            torch.randint(0, 99, (data.draw(st.integers(1, 40)),)),
-        ]
-        uploaded = staging.upload(tensors)
-        assert [t.data_ptr() for t in uploaded] == first
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(uploaded, tensors, strict=True))
+def test_room_can_be_made_between_uploads(device):
+    staging = Staging(device, [])
+    for entries in (2, 100, 3000):
+        staging.make_room([entries + 1, entries])
+        for seed in range(5):  # every buffer in turn
+            tensors = arrays_of([entries] * 2, seed)
+            staging.upload(tensors, [seed])
+            check(staging, tensors, [seed])
 
 
 def test_arrays_are_aligned_whatever_comes_before_them(device):
-    staging = Staging(device)
-    sizes = (1, 3, 17, 0, 5)
-    uploaded = staging.upload([torch.zeros(size, dtype=torch.uint8) for size in sizes])
-    base = uploaded[0].data_ptr()
-    assert all((t.data_ptr() - base) % 16 == 0 for t in uploaded if t.numel())
+    arrays = Staging(device, [1, 3, 17, 2, 5]).arrays
+    assert all(array.data_ptr() % 16 == 0 for array in arrays)
 
 
 def test_the_source_may_change_once_upload_returns(device):
-    source = torch.arange(9)
-    (uploaded,) = Staging(device).upload([source])
+    staging, source = Staging(device, [9]), torch.arange(9, dtype=torch.int32)
+    staging.upload([source], [])
     source.zero_()
-    assert uploaded.tolist() == list(range(9))
+    assert staging.arrays[0].tolist() == list(range(9))
 
 
 def block_stream(device: torch.device) -> None:
@@ -71,23 +69,26 @@ def block_stream(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_uploads_behind_a_busy_stream_arrive_as_they_were(device):
     """More uploads than buffers, all queued while the GPU is busy: none may overwrite another."""
-    staging = Staging(device, num_buffers=3)
-    staging.upload([torch.zeros(1000)])
+    staging = Staging(device, [1000], num_buffers=3)
+    staging.upload([torch.zeros(1000, dtype=torch.int32)], [])
     torch.cuda.synchronize()
     block_stream(device)
-    uploaded = [staging.upload([torch.full((1000,), float(i))])[0] for i in range(8)]
-    assert [t.unique().tolist() for t in uploaded] == [[float(i)] for i in range(8)]
+    copies = []
+    for i in range(8):
+        staging.upload([torch.full((1000,), i, dtype=torch.int32)], [])
+        copies.append(staging.arrays[0].clone())
+    assert [copy.unique().tolist() for copy in copies] == [[i] for i in range(8)]
 
 
 @pytest.mark.gpu
 def test_an_upload_does_not_wait_for_the_stream(device):
-    staging = Staging(device, num_buffers=4)
+    staging = Staging(device, [1000], num_buffers=4)
     for _ in range(4):
-        staging.upload([torch.zeros(1000)])  # page-locks every buffer
+        staging.upload([torch.zeros(1000, dtype=torch.int32)], [])  # page-locks every buffer
     torch.cuda.synchronize()
     block_stream(device)
     for i in range(3):
-        staging.upload([torch.full((1000,), float(i))])
+        staging.upload([torch.full((1000,), i, dtype=torch.int32)], [])
     assert not torch.cuda.current_stream(device).query()
     torch.cuda.synchronize()
 

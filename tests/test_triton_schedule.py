@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagedattn.attention import resolve_device
 from pagedattn.backends import unsupported_reasons
 from pagedattn.capacity import Capacity
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import PageTable, write_slots
 from pagedattn.spec import AttentionSpec
 
 REASONS = unsupported_reasons("triton", AttentionSpec(1, 1, 16), 16, resolve_device(None))
@@ -17,7 +17,7 @@ if REASONS:
     pytest.skip("; ".join(REASONS), allow_module_level=True)
 
 from pagedattn.backends.triton.backend import TritonBackend  # noqa: E402
-from pagedattn.backends.triton.schedule import size_of_capacity, size_of_step  # noqa: E402
+from pagedattn.backends.triton.schedule import StepSize, max_long_units, max_pieces  # noqa: E402
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (5, 1), (24, 2), (48, 1)])
 LENGTHS = st.lists(
@@ -31,8 +31,8 @@ LENGTHS = st.lists(
 WINDOWS = st.sampled_from([-1, 0, 1, 15, 16, 128, 2000])
 
 
-def planned(spec: AttentionSpec, qo_lens, kv_lens, capacity=None) -> TritonBackend:
-    backend = TritonBackend(spec, 16, resolve_device(None), capacity)
+def planned(spec: AttentionSpec, qo_lens, kv_lens, capacity=None, **options) -> TritonBackend:
+    backend = TritonBackend(spec, 16, resolve_device(None), capacity, **options)
     qo_indptr = torch.tensor([0, *np.cumsum(qo_lens)], dtype=torch.int32)
     backend.plan(PageTable.from_lengths(list(kv_lens), 16), qo_indptr)
     return backend
@@ -69,22 +69,71 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     ends = [0, *np.cumsum(work).tolist()]
     assert buffers.short_ends[: len(work) + 1].tolist() == ends
     assert buffers.long_units[:num_long].tolist() == long_units
-    assert size_of_step(np.array(qo_lens) * spec.group_size, backend.tiles).long_units == num_long
-    for program, first in enumerate(buffers.short_first.tolist()):
-        at = program * chunk
-        if at < num_tiles:  # the request that owns the chunk's first tile
-            assert ends[first] * spec.num_kv_heads <= at < ends[first + 1] * spec.num_kv_heads
+    begins = [min(program * chunk, num_tiles) for program in range(programs + 1)]
+    assert buffers.short_begin.tolist() == begins
+    for begin, first in zip(begins, buffers.short_first.tolist(), strict=False):
+        if begin < num_tiles:  # the request that owns the chunk's first tile
+            assert ends[first] * spec.num_kv_heads <= begin < ends[first + 1] * spec.num_kv_heads
 
 
-@given(heads=HEADS, lengths=LENGTHS)
-def test_a_capacity_makes_room_for_every_step_that_fits_it(heads, lengths):
+def cuts_of_request(backend: TritonBackend, qo_len: int, tiles: int) -> list[int]:
+    """Where pieces of one batch-invariant block begin, by the request's own numbers."""
+    spec, choices = backend.spec, backend.tiles
+    blocks = -(-qo_len * spec.group_size // choices.short.rows)
+    alone = -(-tiles * blocks * spec.num_kv_heads // choices.short_programs)
+    return list(range(0, tiles, max(alone, choices.min_piece * blocks)))
+
+
+@given(heads=HEADS, lengths=LENGTHS, window_left=WINDOWS)
+def test_batch_invariant_programs_begin_where_pieces_do(heads, lengths, window_left):
+    spec = AttentionSpec(*heads, head_dim=64, window_left=window_left)
+    qo_lens, kv_lens = zip(*lengths, strict=True)
+    backend = planned(spec, qo_lens, kv_lens, batch_invariant=True)
+    if sum(qo_lens) == 0:
+        return
+    work, _ = by_hand(backend, qo_lens, kv_lens)
+    cuts, piece_ends, at = [], [0], 0
+    for qo_len, total in zip(qo_lens, work, strict=True):
+        blocks = -(-qo_len * spec.group_size // backend.tiles.short.rows)
+        pieces = 0
+        for block in range(blocks * spec.num_kv_heads if total else 0):
+            begins = cuts_of_request(backend, qo_len, total // blocks)
+            cuts += [at + begin for begin in begins]
+            at += total // blocks
+            pieces += len(begins) if block < blocks and len(begins) > 1 else 0
+        piece_ends.append(piece_ends[-1] + pieces)
+    buffers = backend._buffers
+    chunk, num_tiles, _ = buffers.header.tolist()
+    assert num_tiles == at
+    expected = [
+        min([cut for cut in cuts if cut >= program * chunk], default=num_tiles)
+        for program in range(backend.tiles.short_programs + 1)
+    ]
+    assert buffers.short_begin.tolist() == expected
+    assert buffers.piece_ends[: len(piece_ends)].tolist() == piece_ends
+    size = StepSize(len(lengths) + 1, sum(qo_lens), sum(-(-n // 16) for n in kv_lens))
+    assert piece_ends[-1] * spec.num_kv_heads <= max_pieces(size, spec, 16, backend.tiles)
+
+
+@given(heads=HEADS, lengths=LENGTHS, padding=st.integers(0, 300))
+def test_the_buffers_hold_every_step_of_their_size(heads, lengths, padding):
     spec = AttentionSpec(*heads, head_dim=64)
-    qo_lens, _ = zip(*lengths, strict=True)
-    tiles = planned(spec, [1], [1]).tiles
-    capacity = Capacity(len(lengths), max(sum(qo_lens), len(lengths)), 10_000)
-    padding = capacity.max_tokens - sum(qo_lens)
-    size = size_of_step(np.array([*qo_lens, padding]) * spec.group_size, tiles)
-    assert size_of_capacity(capacity, spec, tiles).covers(size)
+    qo_lens, kv_lens = zip(*lengths, strict=True)
+    backend = planned(spec, [1], [1])
+    _, long_units = by_hand(backend, [*qo_lens, padding], [*kv_lens, 0])
+    size = StepSize(len(lengths) + 1, sum(qo_lens) + padding, 0)
+    assert max_long_units(size, spec.group_size, backend.tiles) >= len(long_units)
+
+
+@given(lengths=LENGTHS, fits=st.booleans())
+def test_the_plan_writes_the_slots_of_every_token(lengths, fits):
+    qo_lens, kv_lens = zip(*lengths, strict=True)
+    capacity = Capacity(9, 2000, 3000) if fits else None
+    backend = planned(AttentionSpec(4, 2, head_dim=64), qo_lens, kv_lens, capacity)
+    qo_indptr = torch.tensor([0, *np.cumsum(qo_lens)], dtype=torch.int32)
+    table = PageTable.from_lengths(list(kv_lens), 16)
+    expected = write_slots(table, qo_indptr, 2000 if fits else None)
+    assert backend.write_slots.tolist() == expected.tolist()
 
 
 def test_with_a_capacity_the_padding_rows_are_a_request_without_keys():
@@ -96,7 +145,7 @@ def test_with_a_capacity_the_padding_rows_are_a_request_without_keys():
     assert set(backend._buffers.long_units[:num_long, 0].tolist()) == {2}
 
 
-@pytest.mark.parametrize("batch_size", [1023, 1024, 1025, 2049])
+@pytest.mark.parametrize("batch_size", [255, 256, 257, 600])
 def test_a_batch_beyond_one_block_of_the_plan_is_scheduled_whole(batch_size):
     spec = AttentionSpec(1, 1, head_dim=64)
     backend = planned(spec, [1, 100] * batch_size, [3, 200] * batch_size)

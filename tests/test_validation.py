@@ -1,11 +1,15 @@
 """Every bad input is refused through the facade, by name, with what was got and expected."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, Capacity, PagedAttention, PageTable
+from pagedattn.validation import check_page_table
 
 SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float16)
 PAGE_SIZE = 4
@@ -57,6 +61,12 @@ def attn() -> PagedAttention:
         ({"kv_lens": int32(5, 3)[None]}, r"kv_lens must have shape \[batch\], got \[1, 2\]"),
         ({"kv_indptr": int32(0, 3, 2)}, "kv_indptr must not decrease, got 3 then 2 at entry 2"),
         ({"kv_indptr": int32(1, 2, 3)}, "kv_indptr must start at 0, got 1"),
+        ({"kv_indptr": int32(0, -1, 3)}, "kv_indptr must not decrease, got 0 then -1 at entry 1"),
+        ({"kv_indptr": int32(0, 2**31 - 1, 3)}, "kv_indptr must not decrease, got 2147483647"),
+        ({"kv_indptr": int32(0, -(2**31), 3)}, "kv_indptr must not decrease, got 0 then -2147"),
+        ({"kv_lens": int32(5, -(2**31))}, "kv_lens must not be negative, got -2147483648"),
+        ({"kv_lens": int32(-3, 3)}, "kv_lens must not be negative, got -3"),
+        ({"kv_indptr": int32(0, 2, 3).to("meta")}, "page_table must be on one device"),
         ({"kv_lens": int32(5, -1)}, "kv_lens must not be negative, got -1"),
         (
             {"kv_lens": int32(9, 3)},
@@ -81,6 +91,29 @@ def attn() -> PagedAttention:
 def test_a_wrong_page_table_is_refused(attn, changes, message):
     with pytest.raises(ValueError, match=message):
         attn.plan(replace(good_table(), **changes))
+
+
+EDGES = [-(2**31), -(2**30), -17, -16, -1, 0, 1, 2, 15, 16, 17, 33, 2**28, 2**31 - 16, 2**31 - 1]
+
+
+@given(
+    page_size=st.sampled_from([1, 3, 16]),
+    lens=st.lists(st.sampled_from([0, 1, 15, 16, 17, 33]), min_size=1, max_size=4),
+    changes=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from(EDGES)), max_size=3
+    ),
+)
+def test_a_table_is_accepted_exactly_where_every_request_is_right(page_size, lens, changes):
+    table = PageTable.from_lengths(lens, page_size)
+    for to_lens, place, value in changes:
+        array = table.kv_lens if to_lens else table.kv_indptr
+        array[place % len(array)] = value
+    lens, bounds = table.kv_lens.tolist(), table.kv_indptr.tolist()
+    right = bounds[0] == 0 and bounds[-1] == len(table.kv_indices)
+    for kv_len, begin, end in zip(lens, bounds, bounds[1:], strict=False):
+        right = right and kv_len >= 0 and end - begin == -(-kv_len // page_size)
+    with nullcontext() if right else pytest.raises(ValueError, match=r"expected|must"):
+        check_page_table(table, page_size)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,19 @@ def load_backend(name: str) -> type[Backend]:
 
 
 def unsupported_reasons(
-    name: str, spec: AttentionSpec, page_size: int, device: torch.device | str
+    name: str,
+    spec: AttentionSpec,
+    page_size: int,
+    device: torch.device | str,
+    *,
+    batch_invariant: bool = False,
 ) -> list[str]:
     """Every reason why backend `name` cannot compute `spec` on `device`; empty when it can."""
     try:
         backend = load_backend(name)
     except ImportError as error:
         return [str(error)]
-    return backend.unsupported_reasons(spec, page_size, torch.device(device))
+    reasons = backend.unsupported_reasons(spec, page_size, torch.device(device))
+    if batch_invariant and backend.no_batch_invariance is not None:
+        reasons.append(f"batch_invariant=True: {backend.no_batch_invariance}")
+    return reasons

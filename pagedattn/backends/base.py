@@ -33,9 +33,20 @@ class Backend(Protocol):
     capturable: bool
     """Whether `run` may be captured in a CUDA graph when a capacity is given."""
 
-    write_slots: Tensor
-    """i64[tokens], with a capacity i64[max_tokens], on the device, of the last plan: see
-    `pagedattn.page_table.write_slots`."""
+    no_batch_invariance: str | None
+    """Why a request's bits depend on the rest of its batch; `None`: with `batch_invariant` they
+    do not."""
+
+    no_device_plan: str | None
+    """Why a table must be on the host; `None`: `plan_device` takes one on the device."""
+
+    @property
+    def write_slots(self) -> Tensor:
+        """i64[tokens], with a capacity i64[max_tokens], on the device, of the last plan.
+
+        See `pagedattn.page_table.write_slots`.
+        """
+        ...
 
     def __init__(
         self,
@@ -43,6 +54,7 @@ class Backend(Protocol):
         page_size: int,
         device: torch.device,
         capacity: Capacity | None,
+        batch_invariant: bool = False,
     ) -> None: ...
 
     @classmethod
@@ -54,6 +66,18 @@ class Backend(Protocol):
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Make ready for a step. Tables are on the host; nothing is kept of them but copies."""
+        ...
+
+    def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
+        """Make ready for a step that the host knows nothing of but the sizes of its arrays.
+
+        Called only with a capacity, and where `no_device_plan` is `None`.
+
+        Args:
+            page_table: The step's table, on the device; `kv_indices` may be longer than needed.
+            qo_indptr: i32[batch + 1], on the device.
+            num_pages: Pages of the cache. No other is read, whatever the table holds.
+        """
         ...
 
     def run(

@@ -18,6 +18,8 @@ class ReferenceBackend:
     """Float64 attention on a CPU or a GPU, in Python loops over requests."""
 
     capturable = False  # it reads lengths on the host in `run`
+    no_batch_invariance = None  # each query is computed by itself
+    no_device_plan = "it reads lengths on the host"
 
     def __init__(
         self,
@@ -25,6 +27,7 @@ class ReferenceBackend:
         page_size: int,
         device: torch.device,
         capacity: Capacity | None,
+        batch_invariant: bool = False,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -43,6 +46,10 @@ class ReferenceBackend:
         self.qo_bounds = qo_indptr.tolist()
         self.pages = [page_table.pages_of(r).long() for r in range(page_table.batch_size)]
         self.write_slots = write_slots(page_table, qo_indptr, self.num_rows).to(self.device)
+
+    def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
+        """Never called: see `no_device_plan`."""
+        raise NotImplementedError(self.no_device_plan)
 
     def run(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

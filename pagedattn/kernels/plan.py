@@ -9,11 +9,16 @@ So every program has the same work, whatever the lengths are. A (block, head) th
 through is merged from its pieces: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
+Batch-invariant, a (block, head) is always merged from the same pieces, of `piece_tiles` tiles: a
+cut moves to the right, to where a piece begins. Chunks are then equal to within one piece.
+
 A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
 
     header       i32[3]              tiles of a chunk, tiles of the line, long entries
     short_ends   i32[batch + 1]      tiles of the line before each request, for one KV head
-    short_first  i32[programs]       request in which each program's chunk begins
+    short_begin  i32[programs + 1]   tile of the line at which each program begins, and its end
+    short_first  i32[programs]       request in which each program begins
+    piece_ends   i32[batch + 1]      batch-invariant: pieces before each request, for one KV head
     long_units   i32[n, 2]           request, row block; last rows first: they see the most keys
 """
 
@@ -21,6 +26,7 @@ import triton
 import triton.language as tl
 
 from pagedattn.kernels.masks import first_key
+from pagedattn.kernels.slots import find, store_slots
 
 
 @triton.jit
@@ -34,39 +40,53 @@ def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _find(ENDS, at, batch_size, search_steps):
-    """The last request whose entry of `ENDS` is not above `at`."""
-    low = tl.zeros_like(at)
-    high = low + batch_size
-    for _ in range(search_steps):
-        middle = (low + high) // 2
-        right = tl.load(ENDS + middle) <= at
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-    return low
+def piece_tiles(num_tiles, num_blocks, num_kv_heads, num_programs, min_piece):
+    """Tiles of a piece of a batch-invariant request: it alone would give every program one."""
+    alone = (num_tiles * num_blocks * num_kv_heads + num_programs - 1) // num_programs
+    return tl.maximum(alone, min_piece * num_blocks)
+
+
+@triton.jit
+def _next_piece(at, begin, num_tiles, num_blocks, num_kv_heads, num_programs, min_piece):
+    """The first tile from `at` on at which a piece of the request at `begin` begins or ends."""
+    piece = piece_tiles(num_tiles, num_blocks, num_kv_heads, num_programs, min_piece)
+    in_block = (at - begin) % num_tiles
+    return at - in_block + tl.minimum((in_block + piece - 1) // piece * piece, num_tiles)
 
 
 _NUMBERS = (
-    "batch_size num_kv_heads group window_left num_programs search_steps "
-    "max_short_rows short_rows short_tile long_rows min_chunk"
+    "batch_size num_rows search_steps num_kv_heads group window_left page_size num_programs "
+    "max_short_rows short_rows short_tile long_rows min_chunk min_piece"
 )
 
 
 @triton.jit(do_not_specialize=_NUMBERS.split())
 def build_schedule(
-    QO_INDPTR, KV_LENS,  # i32[batch + 1], i32[batch]
-    HEADER, SHORT_ENDS, SHORT_FIRST, LONG_UNITS,  # the schedule
+    QO_INDPTR, KV_INDPTR, KV_LENS, KV_INDICES,  # the table
+    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, LONG_UNITS,  # the schedule
     LONG_ENDS,  # i32[batch + 1]: scratch
-    ARRIVED,  # i32[programs]: zeroed
-    batch_size, num_kv_heads, group, window_left, num_programs, search_steps,
-    max_short_rows, short_rows, short_tile, long_rows, min_chunk,  # tile choices
-    BLOCK: tl.constexpr,
+    SLOTS,  # i64[num_rows]: see `slots.py`
+    ARRIVED,  # i32[programs], batch-invariant i32[pieces]: zeroed
+    batch_size, num_rows, search_steps, num_kv_heads, group, window_left, page_size, num_programs,
+    max_short_rows, short_rows, short_tile, long_rows, min_chunk, min_piece,
+    BATCH_INVARIANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Build the schedule for a short grid of `num_programs`; one compilation serves every spec."""
+    """Build the schedule for a short grid of `num_programs`; one compilation serves every spec.
+
+    The first program does; each of the others writes the slots of `BLOCK` tokens.
+    """
     lane = tl.arange(0, BLOCK)
+    if tl.program_id(0) > 0:
+        store_slots(
+            QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS, SLOTS, (tl.program_id(0) - 1) * BLOCK + lane,
+            num_rows, page_size, batch_size, search_steps,
+        )  # fmt: skip
+        return
     short_end = 0
+    piece_end = 0
     long_end = 0
     tl.store(SHORT_ENDS, 0)
+    tl.store(PIECE_ENDS, 0)
     tl.store(LONG_ENDS, 0)
     for begin in range(0, batch_size, BLOCK):
         r = begin + lane
@@ -76,12 +96,18 @@ def build_schedule(
         kv_len = tl.load(KV_LENS + r, mask=known, other=0)
         is_short = qo_len * group <= max_short_rows
         tiles, _ = short_tiles(kv_len, qo_len, window_left, short_tile, True)
-        short = tl.where(is_short, (qo_len * group + short_rows - 1) // short_rows * tiles, 0)
+        blocks = tl.where(is_short, (qo_len * group + short_rows - 1) // short_rows, 0)
         long = tl.where(is_short, 0, (qo_len * group + long_rows - 1) // long_rows)
-        tl.store(SHORT_ENDS + r + 1, short_end + tl.cumsum(short, 0), mask=known)
+        tl.store(SHORT_ENDS + r + 1, short_end + tl.cumsum(blocks * tiles, 0), mask=known)
         tl.store(LONG_ENDS + r + 1, long_end + tl.cumsum(long, 0), mask=known)
-        short_end += tl.sum(short)
+        short_end += tl.sum(blocks * tiles)
         long_end += tl.sum(long)
+        if BATCH_INVARIANT:
+            piece = piece_tiles(tiles, blocks, num_kv_heads, num_programs, min_piece)
+            pieces = (tiles + piece - 1) // tl.maximum(piece, 1)
+            pieces = tl.where(pieces > 1, blocks * pieces, 0)  # one piece goes straight to out
+            tl.store(PIECE_ENDS + r + 1, piece_end + tl.cumsum(pieces, 0), mask=known)
+            piece_end += tl.sum(pieces)
     num_tiles = short_end * num_kv_heads
     chunk = tl.maximum((num_tiles + num_programs - 1) // num_programs, min_chunk)
     tl.store(HEADER, chunk)
@@ -89,15 +115,29 @@ def build_schedule(
     tl.store(HEADER + 2, long_end)
     tl.debug_barrier()  # below, threads read what others stored above
 
-    for begin in range(0, num_programs, BLOCK):
+    for begin in range(0, num_programs + 1, BLOCK):
         program = begin + lane
-        r = _find(SHORT_ENDS, program * chunk // num_kv_heads, batch_size, search_steps)
+        at = tl.minimum(program * chunk, num_tiles)
+        r = find(SHORT_ENDS, at // num_kv_heads, batch_size, search_steps)
+        if BATCH_INVARIANT:
+            qo_len = tl.load(QO_INDPTR + r + 1) - tl.load(QO_INDPTR + r)
+            tiles, _ = short_tiles(tl.load(KV_LENS + r), qo_len, window_left, short_tile, True)
+            blocks = (qo_len * group + short_rows - 1) // short_rows
+            request_begin = tl.load(SHORT_ENDS + r) * num_kv_heads
+            cut = _next_piece(
+                at, request_begin, tiles, tl.maximum(blocks, 1), num_kv_heads, num_programs,
+                min_piece,
+            )  # fmt: skip
+            at = tl.where(at < num_tiles, cut, num_tiles)
+        tl.store(SHORT_BEGIN + program, at, mask=program <= num_programs)
         tl.store(SHORT_FIRST + program, r, mask=program < num_programs)
-        tl.store(ARRIVED + program, 0, mask=program < num_programs)
+    num_counters = piece_end * num_kv_heads if BATCH_INVARIANT else num_programs
+    for begin in range(0, num_counters, BLOCK):
+        tl.store(ARRIVED + begin + lane, 0, mask=begin + lane < num_counters)
     for begin in range(0, long_end, BLOCK):
         entry = begin + lane
         used = entry < long_end
-        r = _find(LONG_ENDS, entry, batch_size, search_steps)
+        r = find(LONG_ENDS, entry, batch_size, search_steps)
         blocks_after = tl.load(LONG_ENDS + r + 1) - 1 - entry
         tl.store(LONG_UNITS + entry * 2, r, mask=used)
         tl.store(LONG_UNITS + entry * 2 + 1, blocks_after, mask=used)

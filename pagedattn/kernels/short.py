@@ -10,7 +10,7 @@ import triton.language as tl
 from pagedattn.kernels.masks import first_key, is_visible
 from pagedattn.kernels.merge import arrive, load_merged, store_piece
 from pagedattn.kernels.pages import load_page_ids, slot_offsets
-from pagedattn.kernels.plan import short_tiles
+from pagedattn.kernels.plan import piece_tiles, short_tiles
 from pagedattn.kernels.softmax import add_scores, dot, dot_add, finish, narrow, scale_scores
 
 
@@ -32,23 +32,24 @@ def _write(
         tl.store(LSE + token * num_qo_heads + qo_head, lse, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "window_left"])
+@triton.jit(do_not_specialize=["num_kv_heads", "window_left", "min_piece"])
 def short_attention(
     Q, K, V, OUT, LSE,  # as in the backend's run
     QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS,  # the table
-    HEADER, SHORT_ENDS, SHORT_FIRST,  # the schedule
+    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS,  # the schedule
     PIECE_ACC, PIECE_ML, ARRIVED,  # the pieces of shared row blocks
-    num_kv_heads, window_left, score_scale, cap,
+    num_kv_heads, window_left, min_piece, score_scale, cap,
     q_stride, out_stride, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WITH_LSE: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    SOFT_CAP: tl.constexpr, BATCH_INVARIANT: tl.constexpr, WITH_LSE: tl.constexpr,
+    STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's chunk of the line of tiles."""
     program = tl.program_id(0)
     chunk = tl.load(HEADER)
-    at = program * chunk
-    chunk_end = tl.minimum(at + chunk, tl.load(HEADER + 1))
+    at = tl.load(SHORT_BEGIN + program)
+    chunk_end = tl.load(SHORT_BEGIN + program + 1)
     request = tl.load(SHORT_FIRST + program)
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
@@ -68,6 +69,12 @@ def short_attention(
             block_begin = request_begin + block * num_tiles
             tile_begin = at - block_begin
             tile_end = tl.minimum(chunk_end - block_begin, num_tiles)
+            if BATCH_INVARIANT:
+                num_blocks = (request_end - request_begin) // (num_tiles * num_kv_heads)
+                piece = piece_tiles(
+                    num_tiles, num_blocks, num_kv_heads, tl.num_programs(0), min_piece
+                )
+                tile_end = tl.minimum(tile_begin + piece, num_tiles)
 
             row = block // num_kv_heads * ROWS + tl.arange(0, ROWS)
             live = row < qo_len * GROUP
@@ -80,7 +87,7 @@ def short_attention(
             )
             low = (first_tile + tile_begin) * TILE
             high = tl.minimum((first_tile + tile_end) * TILE, kv_len)
-            first = first_key(kv_len - qo_len, window_left, HAS_WINDOW)
+            low_key = first_key(kv_len - qo_len, window_left, HAS_WINDOW)
             k_head = K + kv_head * HEAD_DIM
             v_head = V + kv_head * HEAD_DIM
 
@@ -88,14 +95,14 @@ def short_attention(
             l = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([D_PAD, ROWS], tl.float32)
             key = low + tl.arange(0, TILE)
-            page = load_page_ids(KV_INDICES, first_page, key, first, high, PAGE_SIZE)
+            page = load_page_ids(KV_INDICES, first_page, key, low_key, high, PAGE_SIZE)
             for begin in tl.range(low, high, TILE, num_stages=STAGES):
                 key = begin + tl.arange(0, TILE)
-                owned = ((key >= first) & (key < high))[:, None] & in_head[None, :]
+                owned = ((key >= low_key) & (key < high))[:, None] & in_head[None, :]
                 at_k = slot_offsets(page, key, k_page_stride, k_token_stride, PAGE_SIZE)
                 at_v = slot_offsets(page, key, v_page_stride, v_token_stride, PAGE_SIZE)
                 # one tile ahead, no more and no less, or the loads are not pipelined
-                page = load_page_ids(KV_INDICES, first_page, key + TILE, first, high, PAGE_SIZE)
+                page = load_page_ids(KV_INDICES, first_page, key + TILE, low_key, high, PAGE_SIZE)
                 k = tl.load(k_head + at_k[:, None] + dims[None, :], mask=owned, other=0.0)
                 s = scale_scores(dot(k, q, UPCAST), score_scale, cap, SOFT_CAP)  # s: [TILE, ROWS]
                 visible = is_visible(
@@ -106,8 +113,20 @@ def short_attention(
                 p = narrow(p, v.dtype, UPCAST)
                 acc = dot_add(tl.trans(v), p, acc * rescale[None, :], UPCAST)
 
-            first_program = block_begin // chunk
-            num_pieces = (block_begin + num_tiles - 1) // chunk - first_program + 1
+            if BATCH_INVARIANT:
+                num_pieces = (num_tiles + piece - 1) // piece
+                first = tl.load(PIECE_ENDS + request) * num_kv_heads + block * num_pieces
+                slot = first + tile_begin // piece
+                counter = first
+                second = first + 1
+                step = 1
+            else:
+                counter = block_begin // chunk  # the first program with a piece of this block
+                num_pieces = (block_begin + num_tiles - 1) // chunk - counter + 1
+                first = 2 * counter + 1
+                slot = 2 * program + (program == counter).to(tl.int32)
+                second = 2 * counter + 2
+                step = 2
             # two calls, not one behind a merged condition: that crashes Triton 3.9's layout pass
             if num_pieces == 1:
                 _write(
@@ -115,11 +134,10 @@ def short_attention(
                     HEAD_DIM, D_PAD, WITH_LSE, UPCAST,
                 )  # fmt: skip
             else:
-                slot = 2 * program + (program == first_program).to(tl.int32)
-                store_piece(PIECE_ACC, PIECE_ML, slot, m, l, acc, ROWS, D_PAD)
-                if arrive(ARRIVED, first_program, num_pieces):
+                store_piece(PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS, D_PAD)
+                if arrive(ARRIVED + counter, num_pieces):
                     m, l, acc = load_merged(
-                        PIECE_ACC, PIECE_ML, first_program, num_pieces, ROWS, D_PAD
+                        PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
                     )
                     _write(
                         OUT, LSE, m, l, acc, token, qo_head, live, out_stride,

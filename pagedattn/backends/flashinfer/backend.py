@@ -40,6 +40,11 @@ class FlashInferBackend:
     """
 
     capturable = True
+    no_batch_invariance = (
+        "FlashInfer picks a kernel and its query tile by the whole batch: fixed_split_size and "
+        "disable_split_kv fix the split of the keys alone, and fa3 has neither"
+    )
+    no_device_plan = "FlashInfer's planners read lengths on the host"
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class FlashInferBackend:
         page_size: int,
         device: torch.device,
         capacity: Capacity | None,
+        batch_invariant: bool = False,
     ) -> None:
         self.spec = spec
         num_bytes = _first_workspace_bytes(spec, capacity, device)
@@ -100,6 +106,10 @@ class FlashInferBackend:
         self._planned = wrapper
         if wrapper.write_slots is not None:
             self.write_slots = wrapper.write_slots
+
+    def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
+        """Never called: see `no_device_plan`."""
+        raise NotImplementedError(self.no_device_plan)
 
     def run(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None

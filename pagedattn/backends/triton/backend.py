@@ -3,52 +3,43 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from pagedattn.backends.triton.schedule import (
-    ScheduleBuffers,
-    ScheduleSize,
-    size_of_capacity,
-    size_of_step,
-)
+from pagedattn.backends.triton.launch import Launch, Pointers
+from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.tiles import (
     DeviceFacts,
+    KernelTiles,
     choose_hopper_tiles,
     choose_tiles,
     padded_head_dim,
 )
 from pagedattn.capacity import Capacity
 from pagedattn.kernels import gluon_names
+from pagedattn.kernels.ingest import ingest_table
 from pagedattn.kernels.long import long_attention
 from pagedattn.kernels.plan import build_schedule
 from pagedattn.kernels.short import short_attention
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a window that no context reaches, small enough to add to in 32 bits
-
-
-@dataclass(frozen=True, eq=False)
-class _StepTensors:
-    """The step's table on the device, as the kernels read it."""
-
-    qo_indptr: Tensor  # i32[batch + 1]
-    kv_indptr: Tensor  # i32[batch + 1]
-    kv_lens: Tensor  # i32[batch]
-    kv_indices: Tensor  # i32[pages]
+PLAN_BLOCK = 512  # requests, tokens or page ids that one program plans at once
+PLAN_WARPS = {False: 8, True: 16}  # by batch invariance: so that nothing spills
 
 
 class TritonBackend:
     """Paged attention in Triton, on NVIDIA GPUs and in Triton's interpreter on a CPU."""
 
     capturable = True
+    no_batch_invariance = None
+    no_device_plan = None
 
     def __init__(
         self,
@@ -56,10 +47,13 @@ class TritonBackend:
         page_size: int,
         device: torch.device,
         capacity: Capacity | None,
+        batch_invariant: bool = False,
     ) -> None:
         self.spec = spec
+        self.page_size = page_size
         self.device = device
         self.capacity = capacity
+        self.batch_invariant = batch_invariant
         facts = _device_facts(device)
         self.tiles = choose_tiles(spec, facts)
         self._long_hopper = None
@@ -69,15 +63,12 @@ class TritonBackend:
             from pagedattn.backends.triton.long_hopper import LongHopper
 
             self._long_hopper = LongHopper(spec, page_size, hopper_tiles, self.tiles.programs)
-        self._constants = _kernel_constants(spec, page_size)
         self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
-        self._numbers = (spec.num_kv_heads, self._window_left, *_score_factors(spec))
-        if capacity is None:
-            self._staging = Staging(device)
-            self._buffers = self._allocate(ScheduleSize(0, 0))
-        else:
-            self._staging = Staging(device, _capacity_bytes(capacity))
-            self._buffers = self._allocate(size_of_capacity(capacity, spec, self.tiles))
+        self._make_launches()
+        self._num_rows = 0
+        self._size = StepSize(1, 0, 0) if capacity is None else _size_of_capacity(capacity)
+        self._staging = Staging(device, [])
+        self._make_room(self._size)
 
     @classmethod
     def unsupported_reasons(
@@ -101,73 +92,64 @@ class TritonBackend:
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Copy the table to the device and build the schedule there."""
-        num_padded = None if self.capacity is None else self.capacity.max_tokens
-        slots = write_slots(page_table, qo_indptr, num_padded)
-        num_rows = np.diff(qo_indptr.numpy()).astype(np.int64) * self.spec.group_size
-        kv_indptr, kv_lens = page_table.kv_indptr, page_table.kv_lens
-        if self.capacity is not None:
-            # the rows past the last token are one more request, which has no keys
-            qo_indptr = _append(qo_indptr, self.capacity.max_tokens)
-            kv_indptr = _append(kv_indptr, int(kv_indptr[-1]))
-            kv_lens = _append(kv_lens, 0)
-        else:
-            size = size_of_step(num_rows, self.tiles)
-            if not self._buffers.size.covers(size):
-                self._buffers = self._allocate(size)
-        *step, self.write_slots = self._staging.upload(
-            [qo_indptr, kv_indptr, kv_lens, page_table.kv_indices, slots]
+        batch_size, num_pages = page_table.batch_size + 1, page_table.kv_indices.shape[0]
+        if self.capacity is None:
+            bounds = qo_indptr.numpy()
+            self._num_rows = int(bounds[-1])
+            self._has_short, self._has_long = self._lists_of(bounds[1:] - bounds[:-1])
+            size = StepSize(batch_size, self._num_rows, num_pages)
+            if not self._size.covers(size):
+                self._make_room(self._size.grown_to(size))
+        else:  # a captured launch must serve every later step, so both kernels always run
+            self._num_rows = self.capacity.max_tokens
+            self._has_short = self._has_long = True
+        # the rows past the last token are one more request, which has no keys
+        self._staging.upload(
+            [qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices],
+            [self._num_rows, num_pages, 0],
         )
-        self._step = _StepTensors(*step)
-        # a captured launch must serve every later step, so with a capacity both kernels always run
-        self._has_short = self.capacity is not None or bool(
-            ((num_rows > 0) & (num_rows <= self.tiles.max_short_rows)).any()
+        if self._num_rows:
+            self._build_schedule(batch_size)
+
+    def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
+        """Copy a table on the device to where kernels read it, and build the schedule."""
+        self._num_rows = self._size.num_rows  # all of the capacity
+        batch_size, num_entries = page_table.batch_size, page_table.kv_indices.shape[0]
+        self._has_short = self._has_long = True
+        source = Pointers.of(
+            qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices
         )
-        self._has_long = self.capacity is not None or bool(
-            (num_rows > self.tiles.max_short_rows).any()
-        )
-        if self._has_short or self._has_long:
-            self._launch_plan(len(kv_lens))
+        self._ingest(
+            1 + _blocks_of(num_entries), source, self._table,
+            batch_size, self._num_rows, num_entries, num_pages, self.page_size,
+        )  # fmt: skip
+        self._build_schedule(batch_size + 1)
+
+    @property
+    def write_slots(self) -> Tensor:
+        """i64[tokens], with a capacity i64[max_tokens]: see the protocol."""
+        return self._buffers.slots[: self._num_rows]
 
     def run(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Launch the kernel of each list that is not empty."""
-        tensors = (q, k_pages, v_pages, out, out if lse is None else lse)
+        tensors = Pointers.of(q, k_pages, v_pages, out, out if lse is None else lse)
         strides = (q.stride(0), out.stride(0), *k_pages.stride()[:2], *v_pages.stride()[:2])
-        buffers = self._buffers
-        table = (
-            self._step.qo_indptr,
-            self._step.kv_indptr,
-            self._step.kv_indices,
-            self._step.kv_lens,
-            buffers.header,
-        )
-        numbers = (*self._numbers, *strides)
-        constants = {**self._constants, "WITH_LSE": lse is not None}
+        with_lse = lse is not None
         if self._has_short:
-            tiles = self.tiles.short
-            short_attention[(self.tiles.short_programs,)](
-                *tensors, *table, buffers.short_ends, buffers.short_first,
-                buffers.piece_acc, buffers.piece_ml, buffers.arrived, *numbers,
-                **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
-                num_warps=tiles.num_warps,
+            self._short[with_lse](
+                self.tiles.short_programs, tensors, self._short_pointers,
+                *self._short_numbers, *strides,
             )  # fmt: skip
-        if self._has_long and not self._run_long_hopper(q, k_pages, v_pages, out, lse, table):
-            tiles = self.tiles.long
-            long_attention[(self.tiles.long_programs,)](
-                *tensors, *table, buffers.long_units, *numbers,
-                **constants, ROWS=tiles.rows, TILE=tiles.tile, STAGES=tiles.num_stages,
-                num_warps=tiles.num_warps,
+        if self._has_long and not self._run_long_hopper(q, k_pages, v_pages, out, lse):
+            self._long[with_lse](
+                self.tiles.long_programs, tensors, self._long_pointers,
+                *self._long_numbers, *strides,
             )  # fmt: skip
 
     def _run_long_hopper(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        table: tuple[Tensor, ...],
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> bool:
         """Launch the Gluon kernel if it was chosen and reaches this cache; whether it did."""
         if self._long_hopper is None:
@@ -176,24 +158,86 @@ class TritonBackend:
         v_map = self._long_hopper.map_of(v_pages)
         if k_map is None or v_map is None:
             return False
-        schedule = (*table, self._buffers.long_units, self._buffers.long_turns)
-        self._long_hopper.launch((k_map, v_map), (q, out, lse), schedule, self._numbers)
+        self._long_hopper.launch(
+            (k_map, v_map), (q, out, lse), self._hopper_schedule, self._long_numbers
+        )
         return True
 
-    def _launch_plan(self, batch_size: int) -> None:
-        buffers, tiles = self._buffers, self.tiles
-        build_schedule[(1,)](
-            self._step.qo_indptr, self._step.kv_lens,
-            buffers.header, buffers.short_ends, buffers.short_first, buffers.long_units,
-            buffers.long_ends, buffers.arrived,
-            batch_size, self.spec.num_kv_heads, self.spec.group_size, self._window_left,
-            tiles.short_programs, batch_size.bit_length(),
-            tiles.max_short_rows, tiles.short.rows, tiles.short.tile, tiles.long.rows,
-            tiles.min_chunk, BLOCK=1024, num_warps=8,
+    def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:
+        """Whether the short and the long list will have entries."""
+        max_len = self.tiles.max_short_rows // self.spec.group_size  # of a short request
+        if self._num_rows == 0 or np.maximum.reduce(qo_lens) <= max_len:
+            return self._num_rows > 0, False
+        return bool(((qo_lens > 0) & (qo_lens <= max_len)).any()), True
+
+    def _build_schedule(self, batch_size: int) -> None:
+        self._plan(
+            1 + _blocks_of(self._num_rows), self._table, self._schedule,
+            batch_size, self._num_rows, batch_size.bit_length(), *self._plan_numbers,
         )  # fmt: skip
 
-    def _allocate(self, size: ScheduleSize) -> ScheduleBuffers:
-        return ScheduleBuffers.allocate(size, self.spec, self.tiles, self.device)
+    def _make_launches(self) -> None:
+        """Say once how each kernel is launched."""
+        spec, tiles = self.spec, self.tiles
+        invariant = {"BATCH_INVARIANT": self.batch_invariant}
+        block = {"BLOCK": PLAN_BLOCK}
+        warps = {"num_warps": PLAN_WARPS[self.batch_invariant]}
+        self._ingest = Launch(ingest_table, self.device, block, warps)
+        self._plan = Launch(build_schedule, self.device, invariant | block, warps)
+        common = _kernel_constants(spec, self.page_size)
+        self._short, self._long = [
+            tuple(
+                Launch(
+                    kernel,
+                    self.device,
+                    common | more | _tile_constants(chosen) | {"WITH_LSE": with_lse},
+                    {"num_warps": chosen.num_warps},
+                )
+                for with_lse in (False, True)
+            )
+            for kernel, chosen, more in (
+                (short_attention, tiles.short, invariant),
+                (long_attention, tiles.long, {}),
+            )
+        ]
+        self._plan_numbers = (
+            spec.num_kv_heads, spec.group_size, self._window_left, self.page_size,
+            tiles.short_programs, tiles.max_short_rows, tiles.short.rows, tiles.short.tile,
+            tiles.long.rows, tiles.min_chunk, tiles.min_piece,
+        )  # fmt: skip
+        numbers = (spec.num_kv_heads, self._window_left)
+        self._short_numbers = (*numbers, tiles.min_piece, *_score_factors(spec))
+        self._long_numbers = (*numbers, *_score_factors(spec))
+
+    def _make_room(self, size: StepSize) -> None:
+        """New buffers; torch frees the old in stream order."""
+        self._size = size
+        self._staging.make_room(size.table_entries())
+        num_pieces = None
+        if self.batch_invariant:
+            num_pieces = max_pieces(size, self.spec, self.page_size, self.tiles)
+        self._buffers = ScheduleBuffers.allocate(
+            size, num_pieces, self.spec, self.tiles, self.device
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        """Say once, for many launches, where the table and the schedule are."""
+        qo_indptr, kv_indptr, kv_lens, kv_indices = self._staging.arrays
+        buffers = self._buffers
+        self._table = Pointers.of(qo_indptr, kv_indptr, kv_lens, kv_indices)
+        self._schedule = Pointers.of(
+            buffers.header, buffers.short_ends, buffers.short_begin, buffers.short_first,
+            buffers.piece_ends, buffers.long_units, buffers.long_ends, buffers.slots,
+            buffers.arrived,
+        )  # fmt: skip
+        table = (qo_indptr, kv_indptr, kv_indices, kv_lens, buffers.header)
+        self._short_pointers = Pointers.of(
+            *table, buffers.short_ends, buffers.short_begin, buffers.short_first,
+            buffers.piece_ends, buffers.piece_acc, buffers.piece_ml, buffers.arrived,
+        )  # fmt: skip
+        self._long_pointers = Pointers.of(*table, buffers.long_units)
+        self._hopper_schedule = (*table, buffers.long_units, buffers.long_turns)
 
 
 def _device_facts(device: torch.device) -> DeviceFacts:
@@ -227,17 +271,16 @@ def _kernel_constants(spec: AttentionSpec, page_size: int) -> dict[str, int | bo
     }
 
 
-def _capacity_bytes(capacity: Capacity) -> tuple[int, ...]:
-    """Bytes of what `plan` uploads, in its order, with one request more for the padding rows."""
-    batch_size = capacity.max_batch_size + 1
-    return (
-        4 * (batch_size + 1),
-        4 * (batch_size + 1),
-        4 * batch_size,
-        4 * capacity.max_pages,
-        8 * capacity.max_tokens,
-    )
+def _tile_constants(tiles: KernelTiles) -> dict[str, int | bool]:
+    """Compile-time arguments of one kernel's tiles."""
+    return {"ROWS": tiles.rows, "TILE": tiles.tile, "STAGES": tiles.num_stages}
 
 
-def _append(values: Tensor, last: int) -> Tensor:
-    return torch.cat([values, values.new_tensor([last])])
+def _blocks_of(count: int) -> int:
+    """Programs that plan `count` tokens or page ids."""
+    return -(-count // PLAN_BLOCK)
+
+
+def _size_of_capacity(capacity: Capacity) -> StepSize:
+    """Bounds of every step that fits, with one request more for the padding rows."""
+    return StepSize(capacity.max_batch_size + 1, capacity.max_tokens, capacity.max_pages)

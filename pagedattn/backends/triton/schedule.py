@@ -4,60 +4,94 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pagedattn.backends.triton.tiles import Tiles, padded_head_dim
-from pagedattn.capacity import Capacity
 from pagedattn.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
-class ScheduleSize:
-    """Upper bounds of a step's schedule."""
+class StepSize:
+    """Upper bounds of a step, the request of the padding rows included."""
 
     batch_size: int
-    long_units: int  # row blocks of all long requests
+    num_rows: int  # of q and out
+    num_pages: int  # entries of kv_indices
 
-    def covers(self, other: ScheduleSize) -> bool:
-        """Whether buffers of this size hold a schedule of the other."""
-        return self.batch_size >= other.batch_size and self.long_units >= other.long_units
+    def table_entries(self) -> list[int]:
+        """Entries of qo_indptr, kv_indptr, kv_lens and kv_indices."""
+        return [self.batch_size + 1, self.batch_size + 1, self.batch_size, self.num_pages]
+
+    def covers(self, other: StepSize) -> bool:
+        """Whether what holds every step of this size holds every one of the other."""
+        return (
+            self.batch_size >= other.batch_size
+            and self.num_rows >= other.num_rows
+            and self.num_pages >= other.num_pages
+        )
+
+    def grown_to(self, other: StepSize) -> StepSize:
+        """This size, with room for `other` and later steps: pages grow by a few a step."""
+        return StepSize(
+            max(self.batch_size, 2 * other.batch_size),
+            max(self.num_rows, 2 * other.num_rows),
+            max(self.num_pages, other.num_pages * 5 // 4),
+        )
 
 
-def size_of_step(num_rows: np.ndarray, tiles: Tiles) -> ScheduleSize:
-    """Bounds for requests of these packed query rows, i64[batch]."""
-    long_rows = num_rows[num_rows > tiles.max_short_rows]
-    return ScheduleSize(len(num_rows), int((-(-long_rows // tiles.long.rows)).sum()))
+def max_long_units(size: StepSize, group_size: int, tiles: Tiles) -> int:
+    """Row blocks of all long requests, at most."""
+    return size.batch_size + size.num_rows * group_size // tiles.long.rows
 
 
-def size_of_capacity(capacity: Capacity, spec: AttentionSpec, tiles: Tiles) -> ScheduleSize:
-    """Bounds for every step that fits a capacity, with one request more for the padding rows."""
-    batch_size = capacity.max_batch_size + 1
-    rows = capacity.max_tokens * spec.group_size
-    return ScheduleSize(batch_size, batch_size + rows // tiles.long.rows)
+def max_pieces(size: StepSize, spec: AttentionSpec, page_size: int, tiles: Tiles) -> int:
+    """Pieces of a batch-invariant step's shared row blocks, at most.
+
+    A request of `t` tiles and `b` blocks has at most `t / (min_piece * b) + 1` pieces a block: over
+    all requests the sum of `t / min_piece + b`. Its last tile may be used in part only.
+    """
+    num_tiles = size.num_pages * page_size // tiles.short.tile + size.batch_size
+    num_blocks = size.batch_size + size.num_rows * spec.group_size // tiles.short.rows
+    num_blocks = min(num_blocks, -(-tiles.max_short_rows // tiles.short.rows) * size.batch_size)
+    return (num_tiles // tiles.min_piece + num_blocks) * spec.num_kv_heads
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduleBuffers:
     """Device memory of a schedule and of the pieces of shared row blocks; see `kernels/plan.py`."""
 
-    size: ScheduleSize
     header: Tensor  # i32[3]
     short_ends: Tensor  # i32[batch + 1]
+    short_begin: Tensor  # i32[short programs + 1]
     short_first: Tensor  # i32[short programs]
-    long_units: Tensor  # i32[long_units, 2]
+    piece_ends: Tensor  # i32[batch + 1]
+    long_units: Tensor  # i32[long units, 2]
     long_ends: Tensor  # i32[batch + 1]
     long_turns: Tensor  # i32[2]: long units taken, programs done; 0 between launches
-    arrived: Tensor  # i32[short programs]
-    piece_acc: Tensor  # f32[2 * short programs, rows, padded head_dim]
-    piece_ml: Tensor  # f32[2 * short programs, 2, rows]
+    arrived: Tensor  # i32[short programs, or pieces]
+    slots: Tensor  # i64[rows]
+    piece_acc: Tensor  # f32[pieces, rows of a block, padded head_dim]
+    piece_ml: Tensor  # f32[pieces, 2, rows of a block]
 
     @classmethod
     def allocate(
-        cls, size: ScheduleSize, spec: AttentionSpec, tiles: Tiles, device: torch.device
+        cls,
+        size: StepSize,
+        num_pieces: int | None,
+        spec: AttentionSpec,
+        tiles: Tiles,
+        device: torch.device,
     ) -> ScheduleBuffers:
-        """Make buffers: the plan kernel writes all that the others read, but for long_turns."""
+        """Make buffers: the plan kernel writes all that the others read, but for long_turns.
+
+        Args:
+            size: The largest step.
+            num_pieces: Pieces of a batch-invariant step, at most; `None`: two a program.
+            spec: The layer kind.
+            tiles: Its tiles.
+            device: Where the buffers are.
+        """
 
         def int32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -66,15 +100,18 @@ class ScheduleBuffers:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
         programs, rows = tiles.short_programs, tiles.short.rows
+        pieces = 2 * programs if num_pieces is None else num_pieces
         return cls(
-            size=size,
             header=int32(3),
             short_ends=int32(size.batch_size + 1),
+            short_begin=int32(programs + 1),
             short_first=int32(programs),
-            long_units=int32(size.long_units, 2),
+            piece_ends=int32(size.batch_size + 1),
+            long_units=int32(max_long_units(size, spec.group_size, tiles), 2),
             long_ends=int32(size.batch_size + 1),
             long_turns=int32(2).zero_(),
-            arrived=int32(programs),
-            piece_acc=float32(2 * programs, rows, padded_head_dim(spec.head_dim)),
-            piece_ml=float32(2 * programs, 2, rows),
+            arrived=int32(programs if num_pieces is None else num_pieces),
+            slots=torch.empty(size.num_rows, dtype=torch.int64, device=device),
+            piece_acc=float32(pieces, rows, padded_head_dim(spec.head_dim)),
+            piece_ml=float32(pieces, 2, rows),
         )

@@ -49,6 +49,7 @@ class Tiles:
     long: KernelTiles
     max_short_rows: int  # a request with more packed rows goes to the long kernel
     min_chunk: int  # tiles that a program has at least: below, the merge costs more than it gains
+    min_piece: int  # tiles of a piece of a batch-invariant request of one row block, at least
     programs: int  # that are resident at once on one program per SM
 
     @property
@@ -88,8 +89,8 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     if facts.interpreted:
         # a handful of programs, one after another, that still split short contexts
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
-        return Tiles(short, long, max_short_rows=64, min_chunk=1, programs=4)
-    return Tiles(short, long, max_short_rows, min_chunk=4, programs=facts.num_sms)
+        return Tiles(short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4)
+    return Tiles(short, long, max_short_rows, min_chunk=4, min_piece=4, programs=facts.num_sms)
 
 
 def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> list[str]:

@@ -1,0 +1,118 @@
+"""Launching a kernel again: what Triton compiled for the same kinds of arguments, called directly.
+
+`kernel[grid](...)` binds its arguments, describes each of them and looks the description up before
+every launch, which costs the host more than a short step takes on the GPU. Here the lookup is one
+dictionary, and what it finds is called at once. What it does not find takes the ordinary way, so
+Triton alone decides what to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+POINTER_ALIGNMENT = 16
+"""Bytes: Triton compiles one kernel for addresses that are multiples of it, and one for others."""
+
+MAX_REMEMBERED = 4096  # kinds of arguments; far more than layouts of tensors that exist
+
+
+class Pointers(NamedTuple):
+    """Tensor arguments, described once for any number of launches."""
+
+    tensors: tuple[Tensor, ...]
+    addresses: tuple[int, ...]
+    kind: tuple[object, ...]  # what a kernel is compiled for, and more: dtypes and alignment
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> Pointers:
+        """Describe tensors, whose memory must not move while this is in use."""
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        kind = [tensor.dtype for tensor in tensors]
+        return cls(tensors, addresses, (*kind, *[a % POINTER_ALIGNMENT for a in addresses]))
+
+
+class Launch:
+    """One kernel with its compile-time arguments, launched on one device's current stream.
+
+    The kernel's parameters are in this order: pointers, numbers, compile-time arguments.
+
+    Args:
+        kernel: What `triton.jit` returned. In the interpreter, which has no compiled kernels, every
+            launch is an ordinary one; so it is on a CPU.
+        device: Must be the current one at every launch.
+        constants: The compile-time arguments, by name.
+        options: Of the compiler and the launch: `num_warps` and the like.
+
+    Knobs of Triton that change what is compiled must be set before the first launch. Its launch
+    hooks are honoured: with one set, every launch is an ordinary one.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        constants: Mapping[str, int | bool],
+        options: Mapping[str, int],
+    ) -> None:
+        self._kernel = kernel
+        self._options = {**constants, **options}
+        names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+        self._constants = tuple(constants[name] for name in names)
+        self._compiled: dict[tuple[object, ...], Any] = {}
+        self.remembers = isinstance(kernel, JITFunction) and device.type == "cuda"
+        if self.remembers:
+            self._device_index = device.index
+            self._current_stream = triton.runtime.driver.active.get_current_stream
+
+    def __call__(
+        self, grid: int, pointers: Pointers, more: Pointers, *numbers: int | float
+    ) -> None:
+        """Launch `grid` programs.
+
+        Args:
+            grid: Programs, at least 1.
+            pointers: The kernel's first arguments.
+            more: The arguments after those, which usually stay for many launches.
+            numbers: The arguments after all pointers.
+        """
+        if not self.remembers or self._is_watched():
+            self._launch_ordinarily(grid, pointers, more, numbers)
+            return
+        # Values, not what Triton makes of them (1, multiples of 16, 32 bits or 64): so this holds
+        # for every version. The types, since 1, 1.0 and True are equal.
+        key = (pointers.kind, more.kind, numbers, *map(type, numbers))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if len(self._compiled) >= MAX_REMEMBERED:
+                self._compiled.clear()
+            self._compiled[key] = self._launch_ordinarily(grid, pointers, more, numbers)
+            return
+        compiled.run(
+            grid, 1, 1, self._current_stream(self._device_index),
+            compiled.function, compiled.packed_metadata, None, None, None,  # no hooks
+            *pointers.addresses, *more.addresses, *numbers, *self._constants,
+        )  # fmt: skip
+
+    def _launch_ordinarily(
+        self, grid: int, pointers: Pointers, more: Pointers, numbers: tuple[int | float, ...]
+    ) -> Any:
+        return self._kernel[(grid,)](*pointers.tensors, *more.tensors, *numbers, **self._options)
+
+    def _is_watched(self) -> bool:
+        knobs = triton.knobs.runtime
+        return bool(
+            _calls(knobs.launch_enter_hook)
+            or _calls(knobs.launch_exit_hook)
+            or self._kernel.pre_run_hooks
+        )
+
+
+def _calls(hook: Any) -> Any:
+    """What a hook would call: a chain of hooks is always there, and usually empty."""
+    return getattr(hook, "calls", hook)

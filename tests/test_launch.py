@@ -1,0 +1,183 @@
+"""`Launch`: a remembered launch is one that Triton would have compiled to the same kernel."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedattn.attention import resolve_device
+from pagedattn.backends import unsupported_reasons
+from pagedattn.spec import AttentionSpec
+
+REASONS = unsupported_reasons("triton", AttentionSpec(1, 1, 16), 16, resolve_device(None))
+if REASONS:
+    pytest.skip("; ".join(REASONS), allow_module_level=True)
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from attention_steps import assert_same_bits, batch_of  # noqa: E402
+from triton._C.libtriton import native_specialize_impl  # noqa: E402
+from triton.backends.compiler import BaseBackend  # noqa: E402
+
+from pagedattn.attention import PagedAttention  # noqa: E402
+from pagedattn.backends.triton.launch import Launch, Pointers  # noqa: E402
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64]
+INTS = [0, 1, 2, 15, 16, 17, 48, 2**31 - 1, 2**31, 2**32, 2**62, -1, -16, -(2**31), -(2**31) - 1]
+NUMBERS = st.sampled_from([*INTS, 1.0, 0.0, 16.0, True, False])
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    return torch.zeros(64, dtype=dtype)[draw(st.integers(0, 16)) :]
+
+
+class Recorder:
+    """Stands for a compiled kernel: one object for each way in which Triton would compile it."""
+
+    arg_names = ("A", "B", "n", "m", "SIZE")
+
+    def __init__(self) -> None:
+        self.pre_run_hooks: list = []
+        self.ordinary: list[list] = []
+        self.direct: list[tuple] = []
+
+    def specialization(self, arguments) -> list:
+        return [native_specialize_impl(BaseBackend, a, False, True, True) for a in arguments]
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.ordinary.append(self.specialization(arguments))
+            return Compiled(self, self.ordinary[-1])
+
+        return launch
+
+
+class Compiled:
+    packed_metadata = "metadata"
+
+    def __init__(self, recorder: Recorder, function: list) -> None:
+        self.function = function
+        self.run = lambda *arguments: recorder.direct.append(arguments)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def remembering(recorder: Recorder) -> Launch:
+    """A launch on the stream numbered 7, of a kernel that would have been compiled."""
+    launch = Launch(recorder, torch.device("cpu"), {"SIZE": 4}, {"num_warps": 8})
+    launch.remembers = True
+    launch._device_index, launch._current_stream = 0, lambda index: 7
+    return launch
+
+
+@given(
+    launches=st.lists(st.tuples(views(), views(), NUMBERS, NUMBERS), min_size=2, max_size=12),
+)
+def test_what_is_remembered_is_what_triton_compiled_for_these_arguments(launches):
+    recorder = Recorder()
+    launch = remembering(recorder)
+    for a, b, n, m in launches * 2:
+        before = len(recorder.direct)
+        launch(3, Pointers.of(a), Pointers.of(b), n, m)
+        for direct in recorder.direct[before:]:
+            assert direct[4] == recorder.specialization([a, b, n, m])
+            assert direct[:4] == (3, 1, 1, 7)
+            assert direct[5:9] == ("metadata", None, None, None)
+            assert direct[9:] == (a.data_ptr(), b.data_ptr(), n, m, 4)
+    assert len(recorder.ordinary) + len(recorder.direct) == 2 * len(launches)
+    assert len(recorder.direct) >= len(launches)  # the second time, all are remembered
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_with_a_launch_hook_every_launch_is_an_ordinary_one(recorder, monkeypatch, name):
+    launch, pointers = remembering(recorder), Pointers.of(torch.zeros(4))
+    chain = type(getattr(triton.knobs.runtime, name))()
+    monkeypatch.setattr(triton.knobs.runtime, name, chain)
+    for _ in range(3):
+        launch(1, pointers, pointers, 1, 2)
+    assert len(recorder.ordinary) == 1
+    chain.add(lambda *_: None)
+    launch(1, pointers, pointers, 1, 2)
+    assert (len(recorder.ordinary), len(recorder.direct)) == (2, 2)
+    monkeypatch.setattr(triton.knobs.runtime, name, lambda *_: None)
+    launch(1, pointers, pointers, 1, 2)
+    recorder.pre_run_hooks.append(lambda *_: None)
+    monkeypatch.setattr(triton.knobs.runtime, name, None)
+    launch(1, pointers, pointers, 1, 2)
+    assert (len(recorder.ordinary), len(recorder.direct)) == (4, 2)
+
+
+def test_no_more_is_remembered_than_there_is_room_for(recorder, monkeypatch):
+    monkeypatch.setattr("pagedattn.backends.triton.launch.MAX_REMEMBERED", 5)
+    launch, pointers = remembering(recorder), Pointers.of(torch.zeros(4))
+    for n in range(20):
+        launch(1, pointers, pointers, n, 0)
+        launch(1, pointers, pointers, n, 0)
+    assert len(launch._compiled) <= 5
+    assert len(recorder.direct) == 20
+
+
+@triton.jit(do_not_specialize=["n"])
+def _scale(SOURCE, TARGET, n, factor, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(TARGET + at, tl.load(SOURCE + at, mask=at < n, other=0.0) * factor)
+
+
+def test_interpreted_kernels_take_the_ordinary_way(device):
+    launch = Launch(_scale, device, {"SIZE": 16}, {"num_warps": 1})
+    assert launch.remembers == (not triton.knobs.runtime.interpret)
+
+
+def test_misaligned_tensors_and_other_numbers_between_aligned_ones_are_right(device):
+    launch = Launch(_scale, device, {"SIZE": 16}, {"num_warps": 1})
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float16):
+            for offset in (0, 1, 3, 8):
+                for n, factor in ((16, 2.0), (1, 2.0), (5, 0.5)):
+                    source = torch.arange(40, device=device).to(dtype)[offset:]
+                    target = torch.full((40,), -1.0, device=device)[offset:]
+                    launch(1, Pointers.of(source), Pointers.of(target), n, factor)
+                    expected = torch.zeros(16)
+                    expected[:n] = (torch.arange(n) + offset) * factor
+                    assert target[:16].tolist() == expected.tolist()
+                    assert (target[16:] == -1).all()
+
+
+@pytest.mark.parametrize("lens", [((40, 30), (1, 1)), ((40,), (35,))])
+def test_a_misaligned_query_gives_the_same_bits(device, lens):
+    """Views that begin anywhere, before and after one that is aligned."""
+    spec = AttentionSpec(4, 2, 64, torch.float16)
+    step = batch_of(spec, 16, *lens).materialise(device)
+    attn = PagedAttention(spec, 16, backend="triton", device=device)
+    attn.plan(step.page_table, step.qo_indptr)
+    expected = attn.run_return_lse(step.q, step.kv_cache)
+    rows = step.q.shape[0]
+    for offset in (1, 0, 4, 1):
+        flat = torch.zeros(step.q.numel() + offset, dtype=spec.dtype, device=device)
+        q = flat[offset:].view_as(step.q).copy_(step.q)
+        out = torch.zeros(rows * 5 * 64 + offset, dtype=spec.dtype, device=device)
+        out = out[offset:].view(rows, 5, 64)[:, :4]
+        assert_same_bits(attn.run_return_lse(q, step.kv_cache, out=out), expected)
+
+
+@pytest.mark.gpu
+def test_launches_go_to_the_stream_that_is_current(device):
+    launch = Launch(_scale, device, {"SIZE": 16}, {"num_warps": 1})
+    source, target = (torch.ones(16, device=device) for _ in range(2))
+    arguments = (1, Pointers.of(source), Pointers.of(target), 16)
+    launch(*arguments, 2.0)
+    launch(*arguments, 2.0)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(int(2e8))
+        launch(*arguments, 3.0)
+        launch(*arguments, 3.0)
+    assert target.tolist() == [2.0] * 16  # read on the default stream, while the other sleeps
+    side.synchronize()
+    assert target.tolist() == [3.0] * 16
