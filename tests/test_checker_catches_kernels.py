@@ -34,22 +34,16 @@ class Change:
 
 FAULTS = {
     "window one key short": [
-        Change("masks", "key >= position - window_left", "key > position - window_left")
+        Change("masks", "position - window_left, 0", "position - window_left + 1, 0")
     ],
     "window one key long": [
-        Change("masks", "key >= position - window_left", "key >= position - window_left - 1"),
-        Change("masks", "position - window_left, 0", "position - window_left - 1, 0"),
+        Change("masks", "position - window_left, 0", "position - window_left - 1, 0")
     ],
-    "diagonal one key early": [Change("masks", "(key <= position)", "(key < position)")],
-    "diagonal one key late": [
-        Change("masks", "(key <= position)", "(key <= position + 1)"),
-        Change("masks", "position + 1, kv_len", "position + 2, kv_len"),
-    ],
+    "diagonal one key early": [Change("masks", "position + 1, kv_len", "position, kv_len")],
+    "diagonal one key late": [Change("masks", "position + 1, kv_len", "position + 2, kv_len")],
     "no mask on V, short kernel": [
         Change(
-            "short",
-            "at_v[:, None] + dims[None, :], mask=owned",
-            "at_v[:, None] + dims[None, :], mask=in_head[None, :]",
+            "short", "tl.load(v_pointers, mask=owned", "tl.load(v_pointers, mask=in_head[None, :]"
         )
     ],
     "no mask on V, long kernel": [
@@ -57,22 +51,23 @@ FAULTS = {
     ],
     "one page too many": [
         Change("short", "tl.range(low, high, TILE", "tl.range(low, high + PAGE_SIZE, TILE"),
-        Change("short", "(key < high)", "(key < high + PAGE_SIZE)"),
-        Change("short", "position[None, :], high,", "position[None, :], high + PAGE_SIZE,"),
+        Change("short", "owned = key < high", "owned = key < high + PAGE_SIZE"),
+        Change(
+            "short", "end_key(position, kv_len", "end_key(position + PAGE_SIZE, kv_len + PAGE_SIZE"
+        ),
     ],
-    "page ids of the tile before": [Change("short", "first_page, key + TILE", "first_page, key")],
-    "page ids of the tile before, long kernel": [
-        Change("long", "first_page, key + TILE", "first_page, key")
-    ],
+    "page ids of the tile before": [Change("short", "begin + TILE, low_key", "begin, low_key")],
+    "page ids of the tile before, long kernel": [Change("long", "start + TILE, low", "start, low")],
     "LSE in base 2": [Change("softmax", ") * LN_2", ")")],
     "finite minus infinity": [
         Change("short", 'tl.full([ROWS], float("-inf")', "tl.full([ROWS], -50000.0"),
         Change("long", 'tl.full([ROWS], float("-inf")', "tl.full([ROWS], -50000.0"),
     ],
-    "old sums not rescaled": [Change("softmax", "l * rescale +", "l +")],
+    "old sums not rescaled": [Change("short", "l_of_lanes * rescale[None, :]", "l_of_lanes")],
+    "old sums not rescaled, long kernel": [Change("long", "l * rescale +", "l +")],
     "tanh of another argument": [Change("softmax", "2.8853900817779268", "2.0")],
-    "a piece is not merged": [Change("merge", "range(num_pieces)", "range(num_pieces - 1)")],
-    "pieces merged without their weights": [Change("merge", "acc_i * new[None, :]", "acc_i")],
+    "a piece is not merged": [Change("merge", "+ i < num_pieces", "+ i < num_pieces - 1")],
+    "pieces merged without their weights": [Change("merge", "acc1 * w1[None, :]", "acc1")],
     "query heads of another KV head": [
         Change("short", "kv_head * GROUP + row % GROUP", "row % GROUP * num_kv_heads + kv_head")
     ],

@@ -62,30 +62,30 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     if sum(qo_lens) == 0:
         return
     work, long_units = by_hand(backend, qo_lens, kv_lens)
-    buffers, programs = backend._buffers, backend.tiles.short_programs
+    buffers, chunks = backend._buffers, backend.tiles.short_chunks
     chunk, num_tiles, num_long = buffers.header.tolist()
-    assert num_tiles == sum(work) * spec.num_kv_heads
-    assert chunk == max(-(-num_tiles // programs), backend.tiles.min_chunk)
+    assert num_tiles == sum(work)
+    assert chunk == max(-(-num_tiles // chunks), backend.tiles.min_chunk)
     ends = [0, *np.cumsum(work).tolist()]
     assert buffers.short_ends[: len(work) + 1].tolist() == ends
     assert buffers.long_units[:num_long].tolist() == long_units
-    begins = [min(program * chunk, num_tiles) for program in range(programs + 1)]
+    begins = [min(index * chunk, num_tiles) for index in range(chunks + 1)]
     assert buffers.short_begin.tolist() == begins
     for begin, first in zip(begins, buffers.short_first.tolist(), strict=False):
         if begin < num_tiles:  # the request that owns the chunk's first tile
-            assert ends[first] * spec.num_kv_heads <= begin < ends[first + 1] * spec.num_kv_heads
+            assert ends[first] <= begin < ends[first + 1]
 
 
 def cuts_of_request(backend: TritonBackend, qo_len: int, tiles: int) -> list[int]:
     """Where pieces of one batch-invariant block begin, by the request's own numbers."""
     spec, choices = backend.spec, backend.tiles
     blocks = -(-qo_len * spec.group_size // choices.short.rows)
-    alone = -(-tiles * blocks * spec.num_kv_heads // choices.short_programs)
+    alone = -(-tiles * blocks // choices.short_chunks)
     return list(range(0, tiles, max(alone, choices.min_piece * blocks)))
 
 
 @given(heads=HEADS, lengths=LENGTHS, window_left=WINDOWS)
-def test_batch_invariant_programs_begin_where_pieces_do(heads, lengths, window_left):
+def test_batch_invariant_chunks_begin_where_pieces_do(heads, lengths, window_left):
     spec = AttentionSpec(*heads, head_dim=64, window_left=window_left)
     qo_lens, kv_lens = zip(*lengths, strict=True)
     backend = planned(spec, qo_lens, kv_lens, batch_invariant=True)
@@ -96,18 +96,18 @@ def test_batch_invariant_programs_begin_where_pieces_do(heads, lengths, window_l
     for qo_len, total in zip(qo_lens, work, strict=True):
         blocks = -(-qo_len * spec.group_size // backend.tiles.short.rows)
         pieces = 0
-        for block in range(blocks * spec.num_kv_heads if total else 0):
+        for _ in range(blocks if total else 0):
             begins = cuts_of_request(backend, qo_len, total // blocks)
             cuts += [at + begin for begin in begins]
             at += total // blocks
-            pieces += len(begins) if block < blocks and len(begins) > 1 else 0
+            pieces += len(begins) if len(begins) > 1 else 0
         piece_ends.append(piece_ends[-1] + pieces)
     buffers = backend._buffers
     chunk, num_tiles, _ = buffers.header.tolist()
     assert num_tiles == at
     expected = [
-        min([cut for cut in cuts if cut >= program * chunk], default=num_tiles)
-        for program in range(backend.tiles.short_programs + 1)
+        min([cut for cut in cuts if cut >= index * chunk], default=num_tiles)
+        for index in range(backend.tiles.short_chunks + 1)
     ]
     assert buffers.short_begin.tolist() == expected
     assert buffers.piece_ends[: len(piece_ends)].tolist() == piece_ends

@@ -8,35 +8,35 @@ do.
 import triton
 import triton.language as tl
 
-from pagedattn.kernels.masks import end_key, first_key, is_visible
-from pagedattn.kernels.pages import load_page_ids, slot_offsets
-from pagedattn.kernels.softmax import add_scores, dot, dot_add, finish, narrow, scale_scores
+from pagedattn.kernels.masks import end_key, first_key
+from pagedattn.kernels.pages import places_in_page, tile_page_ids
+from pagedattn.kernels.softmax import dot, dot_add, finish, narrow, scale_scores, weigh
 
 
 @triton.jit
 def _sweep(
-    q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, begin, end, low, high,
-    window_left, score_scale, cap, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
+    q, m, l, acc, first_seen, end_seen, k_head, v_head, KV_INDICES, first_page,
+    begin, end, low, high, score_scale, cap,
+    k_page_stride, k_token_stride, v_page_stride, v_token_stride,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles of `[begin, end)` into the running state; only `[low, high)` may be read."""
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
-    key = begin + tl.arange(0, TILE)
-    page = load_page_ids(KV_INDICES, first_page, key, low, tl.minimum(high, end), PAGE_SIZE)
+    last = tl.minimum(high, end)
+    page = tile_page_ids(KV_INDICES, first_page, begin, low, last, TILE, PAGE_SIZE)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         key = start + tl.arange(0, TILE)
-        at_k = slot_offsets(page, key, k_page_stride, k_token_stride, PAGE_SIZE)
-        at_v = slot_offsets(page, key, v_page_stride, v_token_stride, PAGE_SIZE)
+        place = places_in_page(start, TILE, PAGE_SIZE)
+        k_places = k_head + (place * k_token_stride)[None, :] + dims[:, None]  # k: [D_PAD, TILE]
+        v_places = v_head + (place * v_token_stride)[:, None] + dims[None, :]  # v: [TILE, D_PAD]
+        k_pointers = k_places + (page.to(tl.int64) * k_page_stride)[None, :]
+        v_pointers = v_places + (page.to(tl.int64) * v_page_stride)[:, None]
         # one tile ahead, no more and no less, or the loads are not pipelined
-        page = load_page_ids(
-            KV_INDICES, first_page, key + TILE, low, tl.minimum(high, end), PAGE_SIZE
-        )
+        page = tile_page_ids(KV_INDICES, first_page, start + TILE, low, last, TILE, PAGE_SIZE)
         owned = (key >= low) & (key < high)
-        k_pointers = k_head + at_k[None, :] + dims[:, None]  # k: [D_PAD, TILE]
-        v_pointers = v_head + at_v[:, None] + dims[None, :]  # v: [TILE, D_PAD]
         if MASKED:
             k = tl.load(k_pointers, mask=owned[None, :] & in_head[:, None], other=0.0)
         elif HEAD_DIM == D_PAD:
@@ -45,11 +45,12 @@ def _sweep(
             k = tl.load(k_pointers, mask=in_head[:, None], other=0.0)
         s = scale_scores(dot(q, k, UPCAST), score_scale, cap, SOFT_CAP)  # s: [ROWS, TILE]
         if MASKED:
-            visible = is_visible(
-                key[None, :], position[:, None], high, window_left, CAUSAL, HAS_WINDOW
-            )
+            visible = key[None, :] < end_seen[:, None]
+            if HAS_WINDOW:
+                visible = visible & (key[None, :] >= first_seen[:, None])
             s = tl.where(visible, s, float("-inf"))
-        p, rescale, m, l = add_scores(s, m, l, 1)
+        p, rescale, m = weigh(s, m, 1)
+        l = l * rescale + tl.sum(p, 1)
         if MASKED:
             v = tl.load(v_pointers, mask=owned[:, None] & in_head[None, :], other=0.0)
         elif HEAD_DIM == D_PAD:
@@ -89,6 +90,8 @@ def long_attention(
         token = (qo_begin + row // GROUP).to(tl.int64)
         qo_head = kv_head * GROUP + row % GROUP
         position = kv_len - qo_len + row // GROUP
+        first_seen = first_key(position, window_left, HAS_WINDOW)
+        end_seen = end_key(position, kv_len, CAUSAL)
         at_q = token * q_stride + qo_head * HEAD_DIM
         q = tl.load(  # q: [ROWS, D_PAD]
             Q + at_q[:, None] + dims[None, :], mask=live[:, None] & in_head[None, :], other=0.0
@@ -112,23 +115,23 @@ def long_attention(
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
         if HAS_WINDOW:
             m, l, acc = _sweep(
-                q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, begin, left,
-                low, high, window_left, score_scale, cap,
+                q, m, l, acc, first_seen, end_seen, k_head, v_head, KV_INDICES, first_page,
+                begin, left, low, high, score_scale, cap,
                 k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-                HEAD_DIM, D_PAD, PAGE_SIZE, TILE, CAUSAL, HAS_WINDOW, SOFT_CAP, True, STAGES,
+                HEAD_DIM, D_PAD, PAGE_SIZE, TILE, HAS_WINDOW, SOFT_CAP, True, STAGES,
                 UPCAST,
             )  # fmt: skip
         m, l, acc = _sweep(
-            q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, left, right,
-            low, high, window_left, score_scale, cap,
+            q, m, l, acc, first_seen, end_seen, k_head, v_head, KV_INDICES, first_page,
+            left, right, low, high, score_scale, cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, D_PAD, PAGE_SIZE, TILE, CAUSAL, HAS_WINDOW, SOFT_CAP, False, STAGES, UPCAST,
+            HEAD_DIM, D_PAD, PAGE_SIZE, TILE, HAS_WINDOW, SOFT_CAP, False, STAGES, UPCAST,
         )  # fmt: skip
         m, l, acc = _sweep(
-            q, m, l, acc, position, k_head, v_head, KV_INDICES, first_page, right, high,
-            low, high, window_left, score_scale, cap,
+            q, m, l, acc, first_seen, end_seen, k_head, v_head, KV_INDICES, first_page,
+            right, high, low, high, score_scale, cap,
             k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-            HEAD_DIM, D_PAD, PAGE_SIZE, TILE, CAUSAL, HAS_WINDOW, SOFT_CAP, True, STAGES, UPCAST,
+            HEAD_DIM, D_PAD, PAGE_SIZE, TILE, HAS_WINDOW, SOFT_CAP, True, STAGES, UPCAST,
         )  # fmt: skip
         out, lse = finish(m, l, acc, 1)
         at_out = token * out_stride + qo_head * HEAD_DIM

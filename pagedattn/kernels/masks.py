@@ -1,4 +1,4 @@
-"""Which keys a query sees. The schedule and every kernel take their bounds from here."""
+"""Which keys a query sees: `[first_key, end_key)`. Schedule and kernels take their bounds here."""
 
 import triton
 import triton.language as tl
@@ -20,14 +20,3 @@ def end_key(position, kv_len, CAUSAL: tl.constexpr):
         return tl.maximum(tl.minimum(position + 1, kv_len), 0)
     else:
         return kv_len + position * 0
-
-
-@triton.jit
-def is_visible(key, position, kv_len, window_left, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Whether the query at `position` sees `key`; the two broadcast against each other."""
-    visible = key < kv_len
-    if CAUSAL:
-        visible = visible & (key <= position)
-    if HAS_WINDOW:
-        visible = visible & (key >= position - window_left)
-    return visible

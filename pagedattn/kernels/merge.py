@@ -1,9 +1,10 @@
 """Rows whose keys several programs share: the last program to arrive merges the pieces.
 
-A program's chunk of the line (see `plan.py`) can begin inside one row block and end inside
-another, so it leaves at most two pieces, in slots `2 * program` (continued from the program
-before) and `2 * program + 1` (to be continued). Pieces of one row block come from consecutive
-programs. Batch-invariant, every piece has a slot of its own, in the order of the line.
+A chunk of the line (see `plan.py`) can begin inside one row block and end inside another, so it
+leaves at most two pieces for each KV head, in slots `2 * chunk` (continued from the chunk before)
+and `2 * chunk + 1` (to be continued). Pieces of one row block come from consecutive chunks.
+Batch-invariant, every piece has a slot of its own, in the order of the line. The slots of all KV
+heads stand side by side.
 
 Nobody waits for anybody, so programs need not be resident together; and the order of merging is
 that of the keys, whoever merges, so bits do not depend on who arrives last.
@@ -37,38 +38,61 @@ def arrive(COUNTER, num_pieces):
 
 
 @triton.jit
+def _load_piece(
+    PIECE_ACC, PIECE_ML, i, first, second, step, num_pieces, live,
+    ROWS: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """The state of piece `i`; empty past the last."""
+    rows = tl.arange(0, ROWS)
+    at = tl.where(i == 0, first, second + (i - 1) * step).to(tl.int64) * ROWS
+    known = live & (rows * 0 + i < num_pieces)
+    m = tl.load(PIECE_ML + at * 2 + rows, mask=known, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(PIECE_ML + at * 2 + ROWS + rows, mask=known, other=0.0, cache_modifier=".cg")
+    acc = tl.load(
+        PIECE_ACC + at * D_PAD + rows[None, :] * D_PAD + tl.arange(0, D_PAD)[:, None],
+        mask=known[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return m, l, acc
+
+
+@triton.jit
 def load_merged(
     PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live,
     ROWS: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """The merged state of pieces in slots `first`, `second`, `second + step`, ...
 
-    An empty piece changes nothing.
+    An empty piece changes nothing. Four pieces are loaded at a time: one after the other, their
+    latencies would be most of a short step.
     """
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, D_PAD)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([D_PAD, ROWS], tl.float32)
-    slot = first
-    for i in range(num_pieces):
-        at = slot.to(tl.int64) * ROWS
-        m_i = tl.load(
-            PIECE_ML + at * 2 + rows, mask=live, other=float("-inf"), cache_modifier=".cg"
+    for i in range(0, num_pieces, 4):
+        m0, l0, acc0 = _load_piece(
+            PIECE_ACC, PIECE_ML, i, first, second, step, num_pieces, live, ROWS, D_PAD
         )
-        l_i = tl.load(PIECE_ML + at * 2 + ROWS + rows, mask=live, other=0.0, cache_modifier=".cg")
-        acc_i = tl.load(
-            PIECE_ACC + at * D_PAD + rows[None, :] * D_PAD + dims[:, None],
-            mask=live[None, :],
-            other=0.0,
-            cache_modifier=".cg",
+        m1, l1, acc1 = _load_piece(
+            PIECE_ACC, PIECE_ML, i + 1, first, second, step, num_pieces, live, ROWS, D_PAD
         )
-        m_new = tl.maximum(m, m_i)
+        m2, l2, acc2 = _load_piece(
+            PIECE_ACC, PIECE_ML, i + 2, first, second, step, num_pieces, live, ROWS, D_PAD
+        )
+        m3, l3, acc3 = _load_piece(
+            PIECE_ACC, PIECE_ML, i + 3, first, second, step, num_pieces, live, ROWS, D_PAD
+        )
+        m_new = tl.maximum(m, tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         old = tl.exp2(m - m_finite)
-        new = tl.exp2(m_i - m_finite)
-        l = l * old + l_i * new
-        acc = acc * old[None, :] + acc_i * new[None, :]
+        w0 = tl.exp2(m0 - m_finite)
+        w1 = tl.exp2(m1 - m_finite)
+        w2 = tl.exp2(m2 - m_finite)
+        w3 = tl.exp2(m3 - m_finite)
+        l = l * old + (l0 * w0 + l1 * w1 + (l2 * w2 + l3 * w3))
+        acc = acc * old[None, :] + (
+            acc0 * w0[None, :] + acc1 * w1[None, :] + (acc2 * w2[None, :] + acc3 * w3[None, :])
+        )
         m = m_new
-        slot = second + i * step
     return m, l, acc

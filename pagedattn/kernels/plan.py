@@ -3,21 +3,21 @@
 The rows of a request are its queries times the query heads of one KV head, token by token.
 
 A request of few rows is short: blocks of `short_rows` rows, each over the same tiles of keys. The
-work of all short requests is one line of tiles, ordered by request, block, KV head and tile,
-which is cut into equal chunks, one for each program of the grid, wherever a chunk happens to end.
-So every program has the same work, whatever the lengths are. A (block, head) that a cut goes
-through is merged from its pieces: see `merge.py`.
+work of all short requests is one line of tiles, ordered by request, block and tile, which is cut
+into equal chunks, wherever a chunk happens to end; each KV head has a program for each chunk.
+So every program has the same work, whatever the lengths are, and those of all heads read the same
+pages at the same time. A block that a cut goes through is merged from its pieces: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
-Batch-invariant, a (block, head) is always merged from the same pieces, of `piece_tiles` tiles: a
+Batch-invariant, a block is always merged from the same pieces, of `piece_tiles` tiles: a
 cut moves to the right, to where a piece begins. Chunks are then equal to within one piece.
 
 A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
 
     header       i32[3]              tiles of a chunk, tiles of the line, long entries
-    short_ends   i32[batch + 1]      tiles of the line before each request, for one KV head
-    short_begin  i32[programs + 1]   tile of the line at which each program begins, and its end
-    short_first  i32[programs]       request in which each program begins
+    short_ends   i32[batch + 1]      tiles of the line before each request
+    short_begin  i32[chunks + 1]     tile of the line at which each chunk begins, and its end
+    short_first  i32[chunks]         request in which each chunk begins
     piece_ends   i32[batch + 1]      batch-invariant: pieces before each request, for one KV head
     long_units   i32[n, 2]           request, row block; last rows first: they see the most keys
 """
@@ -40,22 +40,22 @@ def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def piece_tiles(num_tiles, num_blocks, num_kv_heads, num_programs, min_piece):
+def piece_tiles(num_tiles, num_blocks, num_chunks, min_piece):
     """Tiles of a piece of a batch-invariant request: it alone would give every program one."""
-    alone = (num_tiles * num_blocks * num_kv_heads + num_programs - 1) // num_programs
+    alone = (num_tiles * num_blocks + num_chunks - 1) // num_chunks
     return tl.maximum(alone, min_piece * num_blocks)
 
 
 @triton.jit
-def _next_piece(at, begin, num_tiles, num_blocks, num_kv_heads, num_programs, min_piece):
+def _next_piece(at, begin, num_tiles, num_blocks, num_chunks, min_piece):
     """The first tile from `at` on at which a piece of the request at `begin` begins or ends."""
-    piece = piece_tiles(num_tiles, num_blocks, num_kv_heads, num_programs, min_piece)
+    piece = piece_tiles(num_tiles, num_blocks, num_chunks, min_piece)
     in_block = (at - begin) % num_tiles
     return at - in_block + tl.minimum((in_block + piece - 1) // piece * piece, num_tiles)
 
 
 _NUMBERS = (
-    "batch_size num_rows search_steps num_kv_heads group window_left page_size num_programs "
+    "batch_size num_rows search_steps num_kv_heads group window_left page_size num_chunks "
     "max_short_rows short_rows short_tile long_rows min_chunk min_piece"
 )
 
@@ -66,12 +66,12 @@ def build_schedule(
     HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, LONG_UNITS,  # the schedule
     LONG_ENDS,  # i32[batch + 1]: scratch
     SLOTS,  # i64[num_rows]: see `slots.py`
-    ARRIVED,  # i32[programs], batch-invariant i32[pieces]: zeroed
-    batch_size, num_rows, search_steps, num_kv_heads, group, window_left, page_size, num_programs,
+    ARRIVED,  # i32[chunks * heads], batch-invariant i32[pieces * heads]: zeroed
+    batch_size, num_rows, search_steps, num_kv_heads, group, window_left, page_size, num_chunks,
     max_short_rows, short_rows, short_tile, long_rows, min_chunk, min_piece,
     BATCH_INVARIANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Build the schedule for a short grid of `num_programs`; one compilation serves every spec.
+    """Build the schedule for a short line of `num_chunks`; one compilation serves every spec.
 
     The first program does; each of the others writes the slots of `BLOCK` tokens.
     """
@@ -103,35 +103,33 @@ def build_schedule(
         short_end += tl.sum(blocks * tiles)
         long_end += tl.sum(long)
         if BATCH_INVARIANT:
-            piece = piece_tiles(tiles, blocks, num_kv_heads, num_programs, min_piece)
+            piece = piece_tiles(tiles, blocks, num_chunks, min_piece)
             pieces = (tiles + piece - 1) // tl.maximum(piece, 1)
             pieces = tl.where(pieces > 1, blocks * pieces, 0)  # one piece goes straight to out
             tl.store(PIECE_ENDS + r + 1, piece_end + tl.cumsum(pieces, 0), mask=known)
             piece_end += tl.sum(pieces)
-    num_tiles = short_end * num_kv_heads
-    chunk = tl.maximum((num_tiles + num_programs - 1) // num_programs, min_chunk)
+    chunk = tl.maximum((short_end + num_chunks - 1) // num_chunks, min_chunk)
     tl.store(HEADER, chunk)
-    tl.store(HEADER + 1, num_tiles)
+    tl.store(HEADER + 1, short_end)
     tl.store(HEADER + 2, long_end)
     tl.debug_barrier()  # below, threads read what others stored above
 
-    for begin in range(0, num_programs + 1, BLOCK):
-        program = begin + lane
-        at = tl.minimum(program * chunk, num_tiles)
-        r = find(SHORT_ENDS, at // num_kv_heads, batch_size, search_steps)
+    for begin in range(0, num_chunks + 1, BLOCK):
+        index = begin + lane
+        at = tl.minimum(index * chunk, short_end)
+        r = find(SHORT_ENDS, at, batch_size, search_steps)
         if BATCH_INVARIANT:
             qo_len = tl.load(QO_INDPTR + r + 1) - tl.load(QO_INDPTR + r)
             tiles, _ = short_tiles(tl.load(KV_LENS + r), qo_len, window_left, short_tile, True)
             blocks = (qo_len * group + short_rows - 1) // short_rows
-            request_begin = tl.load(SHORT_ENDS + r) * num_kv_heads
+            request_begin = tl.load(SHORT_ENDS + r)
             cut = _next_piece(
-                at, request_begin, tiles, tl.maximum(blocks, 1), num_kv_heads, num_programs,
-                min_piece,
-            )  # fmt: skip
-            at = tl.where(at < num_tiles, cut, num_tiles)
-        tl.store(SHORT_BEGIN + program, at, mask=program <= num_programs)
-        tl.store(SHORT_FIRST + program, r, mask=program < num_programs)
-    num_counters = piece_end * num_kv_heads if BATCH_INVARIANT else num_programs
+                at, request_begin, tiles, tl.maximum(blocks, 1), num_chunks, min_piece
+            )
+            at = tl.where(at < short_end, cut, short_end)
+        tl.store(SHORT_BEGIN + index, at, mask=index <= num_chunks)
+        tl.store(SHORT_FIRST + index, r, mask=index < num_chunks)
+    num_counters = (piece_end if BATCH_INVARIANT else num_chunks) * num_kv_heads
     for begin in range(0, num_counters, BLOCK):
         tl.store(ARRIVED + begin + lane, 0, mask=begin + lane < num_counters)
     for begin in range(0, long_end, BLOCK):

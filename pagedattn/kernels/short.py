@@ -1,17 +1,18 @@
 """Attention of few query rows over many keys: decode, speculative decode, short chunks.
 
 Products are transposed (keys along M, query rows along N), so that a narrow row block still fills
-the tensor cores. Each program computes one chunk of the schedule's line of tiles; see `plan.py`.
+the tensor cores. Each program computes one chunk of the schedule's line of tiles for one KV head;
+see `plan.py`.
 """
 
 import triton
 import triton.language as tl
 
-from pagedattn.kernels.masks import first_key, is_visible
+from pagedattn.kernels.masks import end_key, first_key
 from pagedattn.kernels.merge import arrive, load_merged, store_piece
-from pagedattn.kernels.pages import load_page_ids, slot_offsets
+from pagedattn.kernels.pages import places_in_page, tile_page_ids
 from pagedattn.kernels.plan import piece_tiles, short_tiles
-from pagedattn.kernels.softmax import add_scores, dot, dot_add, finish, narrow, scale_scores
+from pagedattn.kernels.softmax import dot, dot_add, finish, narrow, scale_scores, weigh
 
 
 @triton.jit
@@ -45,17 +46,18 @@ def short_attention(
     SOFT_CAP: tl.constexpr, BATCH_INVARIANT: tl.constexpr, WITH_LSE: tl.constexpr,
     STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's chunk of the line of tiles."""
-    program = tl.program_id(0)
+    """Compute this program's chunk of the line of tiles, for its KV head."""
+    kv_head = tl.program_id(0) % num_kv_heads
+    index = tl.program_id(0) // num_kv_heads
     chunk = tl.load(HEADER)
-    at = tl.load(SHORT_BEGIN + program)
-    chunk_end = tl.load(SHORT_BEGIN + program + 1)
-    request = tl.load(SHORT_FIRST + program)
+    at = tl.load(SHORT_BEGIN + index)
+    chunk_end = tl.load(SHORT_BEGIN + index + 1)
+    request = tl.load(SHORT_FIRST + index)
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
     while at < chunk_end:
-        request_begin = tl.load(SHORT_ENDS + request) * num_kv_heads
-        request_end = tl.load(SHORT_ENDS + request + 1) * num_kv_heads
+        request_begin = tl.load(SHORT_ENDS + request)
+        request_end = tl.load(SHORT_ENDS + request + 1)
         if at >= request_end:  # the program's next request, past those that are long or idle
             request += 1
         else:
@@ -64,19 +66,17 @@ def short_attention(
             kv_len = tl.load(KV_LENS + request)
             first_page = tl.load(KV_INDPTR + request)
             num_tiles, first_tile = short_tiles(kv_len, qo_len, window_left, TILE, HAS_WINDOW)
-            block = (at - request_begin) // num_tiles  # of all heads
-            kv_head = block % num_kv_heads
+            block = (at - request_begin) // num_tiles
             block_begin = request_begin + block * num_tiles
             tile_begin = at - block_begin
             tile_end = tl.minimum(chunk_end - block_begin, num_tiles)
             if BATCH_INVARIANT:
-                num_blocks = (request_end - request_begin) // (num_tiles * num_kv_heads)
-                piece = piece_tiles(
-                    num_tiles, num_blocks, num_kv_heads, tl.num_programs(0), min_piece
-                )
+                num_blocks = (request_end - request_begin) // num_tiles
+                num_chunks = tl.num_programs(0) // num_kv_heads
+                piece = piece_tiles(num_tiles, num_blocks, num_chunks, min_piece)
                 tile_end = tl.minimum(tile_begin + piece, num_tiles)
 
-            row = block // num_kv_heads * ROWS + tl.arange(0, ROWS)
+            row = block * ROWS + tl.arange(0, ROWS)
             live = row < qo_len * GROUP
             token = (qo_begin + row // GROUP).to(tl.int64)
             qo_head = kv_head * GROUP + row % GROUP
@@ -91,42 +91,58 @@ def short_attention(
             k_head = K + kv_head * HEAD_DIM
             v_head = V + kv_head * HEAD_DIM
 
+            first_seen = first_key(position, window_left, HAS_WINDOW)
+            end_seen = end_key(position, kv_len, CAUSAL)
+
             m = tl.full([ROWS], float("-inf"), tl.float32)
-            l = tl.zeros([ROWS], tl.float32)
+            # summed over keys at the end: a sum in every tile would make the warps wait once more
+            l_of_lanes = tl.zeros([TILE, ROWS], tl.float32)
             acc = tl.zeros([D_PAD, ROWS], tl.float32)
-            key = low + tl.arange(0, TILE)
-            page = load_page_ids(KV_INDICES, first_page, key, low_key, high, PAGE_SIZE)
+            page = tile_page_ids(KV_INDICES, first_page, low, low_key, high, TILE, PAGE_SIZE)
             for begin in tl.range(low, high, TILE, num_stages=STAGES):
                 key = begin + tl.arange(0, TILE)
-                owned = ((key >= low_key) & (key < high))[:, None] & in_head[None, :]
-                at_k = slot_offsets(page, key, k_page_stride, k_token_stride, PAGE_SIZE)
-                at_v = slot_offsets(page, key, v_page_stride, v_token_stride, PAGE_SIZE)
+                owned = key < high
+                if HAS_WINDOW:
+                    owned = owned & (key >= low_key)
+                owned = owned[:, None]
+                if HEAD_DIM < D_PAD:
+                    owned = owned & in_head[None, :]
+                place = places_in_page(begin, TILE, PAGE_SIZE)
+                k_places = k_head + (place * k_token_stride)[:, None] + dims[None, :]
+                v_places = v_head + (place * v_token_stride)[:, None] + dims[None, :]
+                k_pointers = k_places + (page.to(tl.int64) * k_page_stride)[:, None]
+                v_pointers = v_places + (page.to(tl.int64) * v_page_stride)[:, None]
                 # one tile ahead, no more and no less, or the loads are not pipelined
-                page = load_page_ids(KV_INDICES, first_page, key + TILE, low_key, high, PAGE_SIZE)
-                k = tl.load(k_head + at_k[:, None] + dims[None, :], mask=owned, other=0.0)
-                s = scale_scores(dot(k, q, UPCAST), score_scale, cap, SOFT_CAP)  # s: [TILE, ROWS]
-                visible = is_visible(
-                    key[:, None], position[None, :], high, window_left, CAUSAL, HAS_WINDOW
+                page = tile_page_ids(
+                    KV_INDICES, first_page, begin + TILE, low_key, high, TILE, PAGE_SIZE
                 )
-                p, rescale, m, l = add_scores(tl.where(visible, s, float("-inf")), m, l, 0)
-                v = tl.load(v_head + at_v[:, None] + dims[None, :], mask=owned, other=0.0)
+                k = tl.load(k_pointers, mask=owned, other=0.0)
+                s = scale_scores(dot(k, q, UPCAST), score_scale, cap, SOFT_CAP)  # s: [TILE, ROWS]
+                visible = key[:, None] < end_seen[None, :]
+                if HAS_WINDOW:
+                    visible = visible & (key[:, None] >= first_seen[None, :])
+                p, rescale, m = weigh(tl.where(visible, s, float("-inf")), m, 0)
+                l_of_lanes = l_of_lanes * rescale[None, :] + p
+                v = tl.load(v_pointers, mask=owned, other=0.0)
                 p = narrow(p, v.dtype, UPCAST)
                 acc = dot_add(tl.trans(v), p, acc * rescale[None, :], UPCAST)
 
+            l = tl.sum(l_of_lanes, 0)
             if BATCH_INVARIANT:
                 num_pieces = (num_tiles + piece - 1) // piece
-                first = tl.load(PIECE_ENDS + request) * num_kv_heads + block * num_pieces
-                slot = first + tile_begin // piece
+                step = num_kv_heads
+                first = (tl.load(PIECE_ENDS + request) + block * num_pieces) * step + kv_head
+                slot = first + tile_begin // piece * step
+                second = first + step
                 counter = first
-                second = first + 1
-                step = 1
             else:
-                counter = block_begin // chunk  # the first program with a piece of this block
-                num_pieces = (block_begin + num_tiles - 1) // chunk - counter + 1
-                first = 2 * counter + 1
-                slot = 2 * program + (program == counter).to(tl.int32)
-                second = 2 * counter + 2
-                step = 2
+                first_chunk = block_begin // chunk  # with a piece of this block
+                num_pieces = (block_begin + num_tiles - 1) // chunk - first_chunk + 1
+                step = 2 * num_kv_heads
+                first = (2 * first_chunk + 1) * num_kv_heads + kv_head
+                slot = index * step + tl.where(index == first_chunk, num_kv_heads, 0) + kv_head
+                second = first + num_kv_heads
+                counter = first_chunk * num_kv_heads + kv_head
             # two calls, not one behind a merged condition: that crashes Triton 3.9's layout pass
             if num_pieces == 1:
                 _write(

@@ -55,23 +55,22 @@ def scale_scores(s, score_scale, cap, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def add_scores(s, m, l, AXIS: tl.constexpr):
-    """Take a tile of scores into the running maximum and sum.
+def weigh(s, m, AXIS: tl.constexpr):
+    """Take a tile of scores into the running maximum.
 
     Args:
         s: Base-2 scores, keys along `AXIS`; -inf where a key is not visible.
         m: Running maximum of each query.
-        l: Running sum of each query.
 
     Returns:
         p, the tile's weights relative to the new maximum; the factor that old sums must be
-        multiplied by; and the new m and l.
+        multiplied by; and the new m.
     """
     m_new = tl.maximum(m, tl.max(s, AXIS))
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf minus -inf would be NaN
     p = tl.exp2(s - tl.expand_dims(m_finite, AXIS))
     rescale = tl.exp2(m - m_finite)
-    return p, rescale, m_new, l * rescale + tl.sum(p, AXIS)
+    return p, rescale, m_new
 
 
 @triton.jit

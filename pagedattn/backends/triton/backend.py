@@ -139,7 +139,7 @@ class TritonBackend:
         with_lse = lse is not None
         if self._has_short:
             self._short[with_lse](
-                self.tiles.short_programs, tensors, self._short_pointers,
+                self.tiles.short_chunks * self.spec.num_kv_heads, tensors, self._short_pointers,
                 *self._short_numbers, *strides,
             )  # fmt: skip
         if self._has_long and not self._run_long_hopper(q, k_pages, v_pages, out, lse):
@@ -202,7 +202,7 @@ class TritonBackend:
         ]
         self._plan_numbers = (
             spec.num_kv_heads, spec.group_size, self._window_left, self.page_size,
-            tiles.short_programs, tiles.max_short_rows, tiles.short.rows, tiles.short.tile,
+            tiles.short_chunks, tiles.max_short_rows, tiles.short.rows, tiles.short.tile,
             tiles.long.rows, tiles.min_chunk, tiles.min_piece,
         )  # fmt: skip
         numbers = (spec.num_kv_heads, self._window_left)

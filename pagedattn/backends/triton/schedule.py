@@ -63,13 +63,13 @@ class ScheduleBuffers:
 
     header: Tensor  # i32[3]
     short_ends: Tensor  # i32[batch + 1]
-    short_begin: Tensor  # i32[short programs + 1]
-    short_first: Tensor  # i32[short programs]
+    short_begin: Tensor  # i32[short chunks + 1]
+    short_first: Tensor  # i32[short chunks]
     piece_ends: Tensor  # i32[batch + 1]
     long_units: Tensor  # i32[long units, 2]
     long_ends: Tensor  # i32[batch + 1]
     long_turns: Tensor  # i32[2]: long units taken, programs done; 0 between launches
-    arrived: Tensor  # i32[short programs, or pieces]
+    arrived: Tensor  # i32[short chunks * heads, or pieces]
     slots: Tensor  # i64[rows]
     piece_acc: Tensor  # f32[pieces, rows of a block, padded head_dim]
     piece_ml: Tensor  # f32[pieces, 2, rows of a block]
@@ -87,7 +87,7 @@ class ScheduleBuffers:
 
         Args:
             size: The largest step.
-            num_pieces: Pieces of a batch-invariant step, at most; `None`: two a program.
+            num_pieces: Pieces of a batch-invariant step, at most; `None`: two a chunk and head.
             spec: The layer kind.
             tiles: Its tiles.
             device: Where the buffers are.
@@ -99,13 +99,14 @@ class ScheduleBuffers:
         def float32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        programs, rows = tiles.short_programs, tiles.short.rows
+        chunks, rows = tiles.short_chunks, tiles.short.rows
+        programs = chunks * spec.num_kv_heads
         pieces = 2 * programs if num_pieces is None else num_pieces
         return cls(
             header=int32(3),
             short_ends=int32(size.batch_size + 1),
-            short_begin=int32(programs + 1),
-            short_first=int32(programs),
+            short_begin=int32(chunks + 1),
+            short_first=int32(chunks),
             piece_ends=int32(size.batch_size + 1),
             long_units=int32(max_long_units(size, spec.group_size, tiles), 2),
             long_ends=int32(size.batch_size + 1),

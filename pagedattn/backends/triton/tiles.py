@@ -51,11 +51,7 @@ class Tiles:
     min_chunk: int  # tiles that a program has at least: below, the merge costs more than it gains
     min_piece: int  # tiles of a piece of a batch-invariant request of one row block, at least
     programs: int  # that are resident at once on one program per SM
-
-    @property
-    def short_programs(self) -> int:
-        """Grid of the short kernel."""
-        return self.programs * self.short.programs_per_sm
+    short_chunks: int  # of the line of short work; every KV head has a program for each
 
     @property
     def long_programs(self) -> int:
@@ -81,16 +77,21 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     if spec.dtype == torch.float32:
         # full precision has no tensor cores: products are unrolled over registers, which only
         # narrow blocks fit, so every request takes the short kernel
-        num_warps = 8 if row_bytes > 512 else 4
         short = KernelTiles(
-            rows=16, tile=min(32, tile), num_warps=num_warps, num_stages=2, programs_per_sm=2
+            rows=16, tile=min(32, tile), num_warps=8, num_stages=2, programs_per_sm=2
         )
         max_short_rows = UNBOUNDED_ROWS
     if facts.interpreted:
         # a handful of programs, one after another, that still split short contexts
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
-        return Tiles(short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4)
-    return Tiles(short, long, max_short_rows, min_chunk=4, min_piece=4, programs=facts.num_sms)
+        return Tiles(
+            short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4
+        )
+    chunks = max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads)
+    return Tiles(
+        short, long, max_short_rows, min_chunk=4, min_piece=4, programs=facts.num_sms,
+        short_chunks=chunks,
+    )  # fmt: skip
 
 
 def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> list[str]:
