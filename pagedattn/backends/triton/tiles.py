@@ -77,9 +77,8 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     if spec.dtype == torch.float32:
         # full precision has no tensor cores: products are unrolled over registers, which only
         # narrow blocks fit, so every request takes the short kernel
-        short = KernelTiles(
-            rows=16, tile=min(32, tile), num_warps=8, num_stages=2, programs_per_sm=2
-        )
+        tile = max(16, min(32, 8192 // row_bytes))
+        short = KernelTiles(rows=16, tile=tile, num_warps=8, num_stages=2, programs_per_sm=2)
         max_short_rows = UNBOUNDED_ROWS
     if facts.interpreted:
         # a handful of programs, one after another, that still split short contexts
