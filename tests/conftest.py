@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
@@ -17,8 +18,6 @@ else:
         import_module(_module.name)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # or every worker takes all cores, and they wait for one another
-
-from hypothesis import HealthCheck, settings
 
 from pagedattn import AttentionSpec, backend_names, unsupported_reasons
 

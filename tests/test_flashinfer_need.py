@@ -138,11 +138,15 @@ def test_the_integer_workspace_of_a_graph_wrapper_never_grows(device, tokens):
     for kernel in kernels:
         floats = Workspace(torch.zeros(1 << 20, dtype=torch.uint8, device=device), "test")
         graph = {"accelerator_graph": True, "backend": kernel}
-        wrapper = FlashInferPrefillWrapper(floats, 32, 8, 64, 16, 8, tokens, 64, device, **graph)
+        wrapper = FlashInferPrefillWrapper(
+            floats, 32, 8, 64, 16, 8, tokens, tokens, device, **graph
+        )
         said = wrapper._kernel(kernel).wrapper._int_workspace_buffer.numel()
         for lens in ([tokens], [tokens // 8] * 8, [1, tokens - 1], [0, 3]):
             qo_indptr = torch.tensor([0, *lens]).cumsum(0).int()
-            indptr = torch.arange(len(lens) + 1, dtype=torch.int32)
-            ones = torch.ones(len(lens), dtype=torch.int32)
-            wrapper.plan(qo_indptr, indptr, ones, ones)
+            pages = -(-torch.tensor(lens) // 16)
+            indptr = torch.cat([torch.zeros(1), pages.cumsum(0)]).int()
+            last_page_len = torch.where(pages > 0, torch.tensor(lens) - 16 * (pages - 1), 0).int()
+            ids = torch.zeros(int(indptr[-1]), dtype=torch.int32)
+            wrapper.plan(qo_indptr, indptr, ids, last_page_len)
         assert wrapper._kernel(kernel).wrapper._int_workspace_buffer.numel() == said

@@ -85,7 +85,7 @@ def test_appends_on_both_sides_of_2_to_the_31_and_32_elements(device):
     cache = PagedKVCache(1, num_pages, 16, spec, device)
     slots = [16 * page + offset for page in (65535, 65536, 131071, 131072) for offset in (0, 15)]
     rows = torch.arange(1, len(slots) + 1, device=device, dtype=torch.bfloat16)
-    k = rows[:, None, None].expand(-1, 8, 128)
+    k = rows[:, None, None].expand(-1, 8, 128).contiguous()
     cache.append(0, k, -k, torch.tensor(slots, device=device))
     cache.raise_if_refused()
     for row, slot in zip(rows.tolist(), slots, strict=True):

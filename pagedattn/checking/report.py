@@ -12,6 +12,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pagedattn.checking.capsule import versions_here
 from pagedattn.checking.evidence import describe_batch
 from pagedattn.checking.profiles import Profile, batch_of_task
 from pagedattn.checking.properties import AGREEMENT, PROPERTIES
@@ -138,7 +139,7 @@ class Report:
         return {
             "format": "pagedattn check 1",
             "verdict": "wrong" if self.wrong else "ok" if self.num_checked else "nothing checked",
-            "versions": {name: package_version(name) for name in PACKAGES},
+            "versions": {name: package_version(name) for name in PACKAGES} | versions_here(),
             "device": device_name(self.device),
             "profile": self.profile.name,
             "first_seed": self.first_seed,
