@@ -128,6 +128,26 @@ def _scale(SOURCE, TARGET, n, factor, SIZE: tl.constexpr):
     tl.store(TARGET + at, tl.load(SOURCE + at, mask=at < n, other=0.0) * factor)
 
 
+@triton.jit(do_not_specialize=["n", "m"])
+def _count(TARGET, n, m, SIZE: tl.constexpr):
+    tl.store(TARGET + tl.arange(0, SIZE), n + m)
+
+
+def test_a_kernel_for_any_numbers_is_remembered_whatever_they_are(recorder, monkeypatch):
+    launch, pointers = remembering(recorder), Pointers.of(torch.zeros(4))
+    assert not launch._is_for_any_numbers
+    launch._is_for_any_numbers = True
+    for n in (1, 16, 17, 2**31 - 1, 2**31, 2**31):
+        launch(1, pointers, pointers, n, 0)
+    assert (len(recorder.ordinary), len(recorder.direct)) == (2, 4)  # 64 bits are another kernel
+
+
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="an interpreted kernel is not compiled")
+def test_numbers_that_nothing_is_compiled_for_are_recognised(device):
+    assert Launch(_count, device, {"SIZE": 4}, {})._is_for_any_numbers
+    assert not Launch(_scale, device, {"SIZE": 16}, {})._is_for_any_numbers
+
+
 def test_interpreted_kernels_take_the_ordinary_way(device):
     launch = Launch(_scale, device, {"SIZE": 16}, {"num_warps": 1})
     assert launch.remembers == (not triton.knobs.runtime.interpret)

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 POINTER_ALIGNMENT = 16
 """Bytes: Triton compiles one kernel for addresses that are multiples of it, and one for others."""
 
+MAX_INT32 = 2**31 - 1
 MAX_REMEMBERED = 4096  # kinds of arguments; far more than layouts of tensors that exist
 
 
@@ -40,7 +41,8 @@ class Pointers(NamedTuple):
 class Launch:
     """One kernel with its compile-time arguments, launched on one device's current stream.
 
-    The kernel's parameters are in this order: pointers, numbers, compile-time arguments.
+    The kernel's parameters are in this order: pointers, numbers, compile-time arguments. Pointers
+    have names in capitals.
 
     Args:
         kernel: What `triton.jit` returned. In the interpreter, which has no compiled kernels, every
@@ -65,6 +67,7 @@ class Launch:
         names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
         self._constants = tuple(constants[name] for name in names)
         self._compiled: dict[tuple[object, ...], Any] = {}
+        self._is_for_any_numbers = _is_for_any_numbers(kernel)
         self.remembers = isinstance(kernel, JITFunction) and device.type == "cuda"
         if self.remembers:
             self._device_index = device.index
@@ -84,9 +87,12 @@ class Launch:
         if not self.remembers or self._is_watched():
             self._launch_ordinarily(grid, pointers, more, numbers)
             return
-        # Values, not what Triton makes of them (1, multiples of 16, 32 bits or 64): so this holds
-        # for every version. The types, since 1, 1.0 and True are equal.
-        key = (pointers.kind, more.kind, numbers, *map(type, numbers))
+        if self._is_for_any_numbers and max(numbers) <= MAX_INT32:
+            key: tuple[object, ...] = (pointers.kind, more.kind)
+        else:
+            # Values, not what Triton makes of them (1, multiples of 16, 32 bits or 64): so this
+            # holds for every version. The types, since 1, 1.0 and True are equal.
+            key = (pointers.kind, more.kind, numbers, *map(type, numbers))
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) >= MAX_REMEMBERED:
@@ -111,6 +117,14 @@ class Launch:
             or _calls(knobs.launch_exit_hook)
             or self._kernel.pre_run_hooks
         )
+
+
+def _is_for_any_numbers(kernel: Any) -> bool:
+    """Whether nothing is compiled for the value of a number, as long as it fits 32 bits."""
+    if not isinstance(kernel, JITFunction):
+        return False
+    numbers = [p for p in kernel.params if not p.is_constexpr and p.name.islower()]
+    return all(p.do_not_specialize and not p.annotation for p in numbers)
 
 
 def _calls(hook: Any) -> Any:
