@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -241,19 +242,27 @@ def slots_of_arrays(
 ) -> NDArray[np.int64]:
     """`write_slots` of a table's arrays."""
     num_tokens = int(qo_indptr[-1])
-    if not len(kv_indices):
+    if not num_tokens or not len(kv_indices):
         return np.full(num_tokens, -1, dtype=np.int64)
     qo_ends = qo_indptr[1:]
     qo_lens = qo_ends - qo_indptr[:-1]
-    position = np.repeat(kv_lens - qo_ends, qo_lens) + np.arange(num_tokens, dtype=np.int32)
-    page = position // page_size
-    offset = position - page * page_size
-    at = np.repeat(kv_indptr[:-1], qo_lens) + page
-    has_slot = position >= 0
-    if not has_slot.all():  # a request has more queries than tokens
-        at = np.where(has_slot, at, 0)
-    slots: NDArray[np.int64] = kv_indices[at].astype(np.int64) * page_size + offset
-    slots[~has_slot] = -1
+    # numpy divides int32 five times as fast as int64
+    fits = len(kv_indices) * page_size < 1 << 31
+    wide: type[np.signedinteger[Any]] = np.int32 if fits else np.int64
+    # With all requests' pages side by side, a request's last query is where its last key is.
+    begins = np.multiply(kv_indptr[:-1], page_size, dtype=wide)
+    side_by_side = np.repeat(begins + kv_lens - qo_ends, qo_lens)
+    side_by_side += np.arange(num_tokens, dtype=wide)
+    entry = side_by_side // page_size
+    before_first = None  # queries before their request's first token
+    if np.minimum.reduce(kv_lens - qo_lens) < 0:
+        before_first = side_by_side < np.repeat(begins, qo_lens)
+        entry[before_first] = 0
+    page = kv_indices[entry.astype(np.intp, copy=False)]  # far faster than with int32
+    slots: NDArray[np.int64] = np.multiply(page - entry, page_size, dtype=np.int64)
+    slots += side_by_side
+    if before_first is not None:
+        slots[before_first] = -1
     return slots
 
 

@@ -25,6 +25,114 @@ def _reserve(name: str, size: int, taken: int, space: int) -> int:
     return begin + size
 
 
+class _Module:
+    """The compiled part: it builds the schedule, from host arrays, into the integer workspace."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def plan(
+        self,
+        float_workspace_buffer,
+        int_workspace_buffer,
+        pin_memory_int_workspace_buffer,
+        qo_indptr_host,
+        kv_indptr_host,
+        kv_lens_host,
+        total_num_rows,
+        batch_size,
+        num_qo_heads,
+        num_kv_heads,
+        page_size,
+        enable_cuda_graph,
+        head_dim_qk,
+        head_dim_vo,
+        causal,
+        window_left,
+        *of_fa2,
+    ):
+        if len(of_fa2) != (5 if self.backend == "fa2" else 0):
+            raise TypeError(f"{self.backend} does not take {len(of_fa2)} more arguments")
+        total_num_rows / batch_size  # the real planner divides by the batch size too
+        if int(qo_indptr_host[-1]) != total_num_rows and not enable_cuda_graph:
+            raise ValueError("the queries' bounds and the rows disagree")
+        space = float_workspace_buffer.numel()
+        size = 4 * total_num_rows * num_qo_heads
+        taken = _reserve("batch_prefill_tmp_v", size * head_dim_vo, 0, space)
+        _reserve("batch_prefill_tmp_s", size, taken, space)
+        space = int_workspace_buffer.numel()
+        taken = _reserve("batch_prefill_request_indices", 4 * total_num_rows, 0, space)
+        _reserve("batch_prefill_merge_indptr", 4 * (total_num_rows + 1), taken, space)
+        raw = kv_lens_host.to(torch.int32).contiguous().view(torch.uint8)
+        pin_memory_int_workspace_buffer[: raw.numel()] = raw
+        staged = pin_memory_int_workspace_buffer[: raw.numel()]
+        int_workspace_buffer[: raw.numel()].copy_(staged)
+        return [batch_size]
+
+    def paged_run(
+        self,
+        float_workspace_buffer,
+        int_workspace_buffer,
+        plan_info,
+        q,
+        k_pages,
+        v_pages,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        last_page_len,
+        out,
+        lse,
+        mask,
+        cum_seq_lens_q,
+        cum_seq_lens_kv,
+    ):
+        """Per request; everything but the masks comes from the buffers, as on a device."""
+        if cum_seq_lens_q is not qo_indptr or cum_seq_lens_kv is not kv_indptr:
+            raise RuntimeError("some kernels read these instead")
+        page_size = k_pages.shape[1]
+        qo_bounds, bounds = qo_indptr.tolist(), kv_indptr.tolist()
+        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
+            raise RuntimeError("the kernels write contiguous outputs only")
+        scheduled = int_workspace_buffer[: 4 * plan_info[0]].view(torch.int32).tolist()
+        for request, kv_len in enumerate(scheduled):
+            ids = kv_indices[bounds[request] : bounds[request + 1]].long()
+            last = int(last_page_len[request])
+            if kv_len != max(len(ids) - 1, 0) * page_size + last:
+                raise RuntimeError("the schedule and the page table disagree")
+            k = k_pages[ids].flatten(0, 1)[:kv_len]
+            v = v_pages[ids].flatten(0, 1)[:kv_len]
+            rows = slice(*qo_bounds[request : request + 2])
+            o, log2_sum = _attend_request(q[rows], k, v, *mask)
+            out[rows] = o
+            if lse is not None:
+                lse[rows] = log2_sum
+
+
+def _attend_request(q, k, v, causal, window_left, logits_soft_cap, scale):
+    qo_len, heads, _ = q.shape
+    kv_len, group = k.shape[0], heads // k.shape[1]
+    k = k.double().repeat_interleave(group, 1)
+    v = v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->qhk", q.double(), k) * scale
+    if logits_soft_cap:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    position = torch.arange(qo_len)[:, None] + kv_len - qo_len
+    key = torch.arange(kv_len)
+    seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
+    if causal:
+        seen &= key <= position
+    if window_left >= 0:
+        seen &= key >= position - window_left
+    v = torch.where(seen.any(0)[:, None, None], v, 0)  # the kernel's tiles begin at the window
+    scores = torch.where(seen[:, None], scores, -torch.inf)
+    log_sum = (
+        torch.logsumexp(scores, -1) if kv_len else scores.new_full((qo_len, heads), -torch.inf)
+    )
+    weights = torch.where(seen[:, None], torch.exp(scores - log_sum[..., None]), 0.0)
+    return torch.einsum("qhk,khd->qhd", weights, v), log_sum / math.log(2)
+
+
 class _Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
         self._float_workspace_buffer = float_workspace_buffer
@@ -38,26 +146,29 @@ class _Wrapper:
         integers = torch.empty(INTEGER_BYTES, dtype=torch.uint8, device=self.device)
         self.reset_workspace_buffer(float_workspace_buffer, integers)
         self._use_cuda_graph = use_cuda_graph
+        self._max_total_num_rows = None
 
-    def _reserve_workspaces(self, num_rows: int, num_qo_heads: int, head_dim: int) -> None:
-        space = self._float_workspace_buffer.numel()
-        taken = _reserve("batch_prefill_tmp_v", 4 * num_rows * num_qo_heads * head_dim, 0, space)
-        _reserve("batch_prefill_tmp_s", 4 * num_rows * num_qo_heads, taken, space)
-        space = self._int_workspace_buffer.numel()
-        taken = _reserve("batch_prefill_request_indices", 4 * num_rows, 0, space)
-        _reserve("batch_prefill_merge_indptr", 4 * (num_rows + 1), taken, space)
-
-    def _stage_schedule(self, values: torch.Tensor) -> None:
-        """What a plan knows goes through the page-locked buffer to the integer workspace."""
-        raw = values.to(torch.int32).contiguous().view(torch.uint8)
-        self._pin_memory_int_workspace_buffer[: raw.numel()] = raw
-        self._int_workspace_buffer[: raw.numel()].copy_(
-            self._pin_memory_int_workspace_buffer[: raw.numel()]
+    def _plan_module(self, qo_indptr, kv_indptr, kv_lens, num_rows, sizes, mask, of_fa2):
+        num_qo_heads, num_kv_heads, head_dim, page_size = sizes
+        self._cached_module = _Module(self._backend)
+        self._plan_info = self._cached_module.plan(
+            self._float_workspace_buffer,
+            self._int_workspace_buffer,
+            self._pin_memory_int_workspace_buffer,
+            qo_indptr,
+            kv_indptr,
+            kv_lens,
+            num_rows,
+            len(kv_lens),
+            num_qo_heads,
+            num_kv_heads,
+            page_size,
+            self._use_cuda_graph,
+            head_dim,
+            head_dim,
+            *mask,
+            *(of_fa2 if self._backend == "fa2" else ()),
         )
-        self._num_scheduled = values.numel()
-
-    def _scheduled_kv_lens(self) -> list[int]:
-        return self._int_workspace_buffer[: 4 * self._num_scheduled].view(torch.int32).tolist()
 
     def _copy_to_buffers(self, indptr, indices, last_page_len):
         if self._use_cuda_graph:
@@ -73,49 +184,26 @@ class _Wrapper:
             self._paged_kv_indices_buf = indices.to(self.device)
             self._paged_kv_last_page_len_buf = last_page_len.to(self.device)
 
-    def _attend(self, q, paged_kv_cache, qo_bounds, causal, out, lse):
-        """Per request; everything but the masks comes from the buffers, as on a device."""
+    def _run_module(self, q, paged_kv_cache, causal, out, lse):
         k_pages, v_pages = paged_kv_cache
-        page_size = k_pages.shape[1]
-        bounds = self._paged_kv_indptr_buf.tolist()
-        if not out.is_contiguous() or (lse is not None and not lse.is_contiguous()):
-            raise RuntimeError("the kernels write contiguous outputs only")
-        for request, kv_len in enumerate(self._scheduled_kv_lens()):
-            ids = self._paged_kv_indices_buf[bounds[request] : bounds[request + 1]].long()
-            last = int(self._paged_kv_last_page_len_buf[request])
-            if kv_len != max(len(ids) - 1, 0) * page_size + last:
-                raise RuntimeError("the schedule and the page table disagree")
-            k = k_pages[ids].flatten(0, 1)[:kv_len]
-            v = v_pages[ids].flatten(0, 1)[:kv_len]
-            rows = slice(*qo_bounds[request : request + 2])
-            o, log2_sum = self._attend_request(q[rows], k, v, causal)
-            out[rows] = o
-            if lse is not None:
-                lse[rows] = log2_sum
-
-    def _attend_request(self, q, k, v, causal):
-        qo_len, heads, dim = q.shape
-        kv_len, group = k.shape[0], heads // k.shape[1]
-        scale = self._sm_scale if self._sm_scale is not None else 1 / math.sqrt(dim)
-        k = k.double().repeat_interleave(group, 1)
-        v = v.double().repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->qhk", q.double(), k) * scale
-        if self._logits_soft_cap:
-            scores = self._logits_soft_cap * torch.tanh(scores / self._logits_soft_cap)
-        position = torch.arange(qo_len)[:, None] + kv_len - qo_len
-        key = torch.arange(kv_len)
-        seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
-        if causal:
-            seen &= key <= position
-        if self._window_left >= 0:
-            seen &= key >= position - self._window_left
-        v = torch.where(seen.any(0)[:, None, None], v, 0)  # the kernel's tiles begin at the window
-        scores = torch.where(seen[:, None], scores, -torch.inf)
-        log_sum = (
-            torch.logsumexp(scores, -1) if kv_len else scores.new_full((qo_len, heads), -torch.inf)
+        scale = self._sm_scale if self._sm_scale is not None else 1 / math.sqrt(q.shape[-1])
+        self._cached_module.paged_run(
+            self._float_workspace_buffer,
+            self._int_workspace_buffer,
+            self._plan_info,
+            q,
+            k_pages,
+            v_pages,
+            self._qo_indptr_buf,
+            self._paged_kv_indptr_buf,
+            self._paged_kv_indices_buf,
+            self._paged_kv_last_page_len_buf,
+            out,
+            lse,
+            (causal, self._window_left, self._logits_soft_cap, scale),
+            self._qo_indptr_buf,  # FlashInfer hands these over twice as well
+            self._paged_kv_indptr_buf,
         )
-        weights = torch.where(seen[:, None], torch.exp(scores - log_sum[..., None]), 0.0)
-        return torch.einsum("qhk,khd->qhd", weights, v), log_sum / math.log(2)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -136,7 +224,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._paged_kv_indices_buf = paged_kv_indices_buf
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
         self._backend = backend
-        self._max_total_num_rows = None
 
     def plan(
         self,
@@ -160,8 +247,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv=False,
     ):
         batch_size = len(qo_indptr) - 1
-        num_rows = int(qo_indptr[-1])
-        num_rows / batch_size  # the real planner divides by the batch size too
+        num_rows = self._qo_indptr_last = int(qo_indptr[-1])
         if self._use_cuda_graph:
             if self._max_total_num_rows is None:
                 self._max_total_num_rows = num_rows
@@ -173,19 +259,26 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         else:
             self._qo_indptr_buf = qo_indptr.to(self.device)
         self._copy_to_buffers(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        self._reserve_workspaces(num_rows, num_qo_heads, head_dim_qk)
         if seq_lens is None:
             pages = paged_kv_indptr.diff() - 1
             seq_lens = pages.clamp(min=0) * page_size + paged_kv_last_page_len
-        self._stage_schedule(seq_lens)
+        self._plan_module(
+            qo_indptr,
+            paged_kv_indptr,
+            seq_lens,
+            self._max_total_num_rows or num_rows,
+            (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
+            (causal, window_left),
+            (fixed_split_size or -1, disable_split_kv, 0, 0, False),
+        )
         self._causal, self._window_left = causal, window_left
         self._sm_scale, self._logits_soft_cap = sm_scale, logits_soft_cap
-        self._dtype, self._num_rows = q_data_type, num_rows
+        self._dtype = q_data_type
 
     def run(self, q, paged_kv_cache, out=None, lse=None, return_lse=False, lse_base="log2"):
-        if q.shape[0] != self._num_rows or q.dtype != self._dtype:
+        if q.shape[0] != self._qo_indptr_last or q.dtype != self._dtype:
             raise ValueError(f"q {list(q.shape)} {q.dtype} does not match the plan")
-        self._attend(q, paged_kv_cache, self._qo_indptr_buf.tolist(), self._causal, out, lse)
+        self._run_module(q, paged_kv_cache, self._causal, out, lse)
         if lse is not None and lse_base == "ln":
             lse.mul_(math.log(2))
         return (out, lse) if return_lse else out
@@ -204,6 +297,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend="auto",
     ):
         self._make_buffers(float_workspace_buffer, kv_layout, use_cuda_graph)
+        self._backend = backend
         self._paged_kv_indptr_buf = paged_kv_indptr_buffer
         self._paged_kv_indices_buf = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
@@ -251,17 +345,25 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv=False,
     ):
         batch_size = len(last_page_len)
-        batch_size / batch_size  # the real planner divides by the batch size too
         if self._use_cuda_graph and batch_size != len(self._paged_kv_last_page_len_buf):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         self._copy_to_buffers(indptr, indices, last_page_len)
-        self._reserve_workspaces(batch_size, num_qo_heads, head_dim)
-        self._stage_schedule(seq_lens)
+        qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32)
+        self._qo_indptr_buf = qo_indptr.to(self.device)
+        self._plan_module(
+            qo_indptr,
+            indptr,
+            seq_lens,
+            batch_size,
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            (False, window_left),
+            (fixed_split_size or -1, disable_split_kv, 0, 1, True),
+        )
         self._window_left, self._sm_scale = window_left, sm_scale
         self._logits_soft_cap, self._dtype = logits_soft_cap, q_data_type
 
     def run(self, q, paged_kv_cache, out=None, lse=None, return_lse=False):
-        if q.shape[0] != self._num_scheduled or q.dtype != self._dtype:
+        if q.shape[0] != len(self._paged_kv_last_page_len_buf) or q.dtype != self._dtype:
             raise ValueError(f"q {list(q.shape)} {q.dtype} does not match the plan")
-        self._attend(q, paged_kv_cache, list(range(q.shape[0] + 1)), False, out, lse)
+        self._run_module(q, paged_kv_cache, False, out, lse)
         return (out, lse) if return_lse else out

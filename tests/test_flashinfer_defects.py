@@ -219,13 +219,13 @@ def test_ours_gives_minus_infinity_without_keys(device, monkeypatch, flashinfer)
     """On a CPU the stand-in acts as an affected version."""
     if device.type == "cpu":
         monkeypatch.setattr(flashinfer, "__version__", "0.6.18.post1")
-        attend = flashinfer.BatchPrefillWithPagedKVCacheWrapper._attend
+        attend = flashinfer.BatchPrefillWithPagedKVCacheWrapper._run_module
 
         def finite(self, *arguments):
             attend(self, *arguments)
             arguments[-1].nan_to_num_(neginf=FINITE_INFINITY)
 
-        monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_attend", finite)
+        monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_run_module", finite)
     step = make_step(device, [0, 5, 3], [2, 5, 6])
     wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
     wrapper.plan(step.qo_indptr, *step.kv_arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,11 +131,12 @@ class _EagerWrappers:
 
     def of(self, step: HostStep) -> _Wrapper:
         """The wrapper for a step, by its query lengths."""
-        qo_lens = step.qo_lens
-        one_token = qo_lens == 1
-        if one_token.all():
+        if step.decodes:
             return self._decode
-        if one_token.any() and holds_prompts(step.num_tokens, int((qo_lens > 0).sum())):
+        num_decode_rows = np.count_nonzero(step.qo_lens == 1)
+        if num_decode_rows == step.batch_size:
+            return self._decode
+        if num_decode_rows and holds_prompts(step.num_tokens, int(np.count_nonzero(step.qo_lens))):
             return self._mixed
         return self._prefill
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import (
-    NO_SLOTS,
     HostStep,
     pad_decode_step,
     read_step,
@@ -23,13 +22,15 @@ from pagedattn.backends.flashinfer.library import (
 )
 from pagedattn.backends.flashinfer.need import DeviceFacts, decode_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
-    SLOT_ARRAYS,
+    NO_SLOTS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
+    slot_arrays,
 )
+from pagedattn.backends.flashinfer.planner import PlanCall
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
@@ -55,13 +56,7 @@ _OURS = frozenset(
         "is_causal",
     ]
 )
-_ARRAYS = {
-    "kv_indptr": torch.int32,
-    "last_page_len": torch.int32,
-    "kv_lens": torch.int32,
-    **SLOT_ARRAYS,
-    "kv_indices": torch.int32,
-}
+_INDEX_ARRAYS = ("kv_indptr", "last_page_len", "kv_lens")
 
 
 class FlashInferDecodeWrapper(PagedWrapper):
@@ -114,7 +109,15 @@ class FlashInferDecodeWrapper(PagedWrapper):
             capacity = Capacity(batch_size or 0, batch_size or 0, max_num_pages or 0)
         spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(workspace_buffer, spec, page_size, device, capacity, enable_nvtx)
-        self._arrays = StepArrays(self.device, _ARRAYS, self._entries())
+        self._arrays = StepArrays(
+            self.device,
+            {
+                **dict.fromkeys(_INDEX_ARRAYS, torch.int32),
+                **slot_arrays(accelerator_graph),
+                "kv_indices": torch.int32,
+            },
+            self._entries(),
+        )
         self._kernel: Kernel | None = None
 
     def plan(
@@ -175,37 +178,25 @@ class FlashInferDecodeWrapper(PagedWrapper):
         if self._kernel is None:
             self._kernel = self._make_kernel()
         self._kernel.check_options(options, _OURS)
-        choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
-        self._freeze(choice)
+        choice = None
         num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
         if self.capacity is not None:
+            choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
+            self._freeze(choice)
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
             )
-        slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
+        slots = token_slots(step, num_tokens) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
         arrays = self._arrays
-        self._upload([step.kv_indptr, step.last_page_len, step.kv_lens, *slots, step.kv_indices])
-        if step.batch_size:
-            try:
-                self._kernel.plan(
-                    arrays.host("kv_indptr"),
-                    arrays.on_device("kv_indices"),
-                    arrays.host("last_page_len"),
-                    spec.num_qo_heads,
-                    spec.num_kv_heads,
-                    spec.head_dim,
-                    self.page_size,
-                    window_left=spec.window_left,
-                    q_data_type=spec.dtype,
-                    kv_data_type=spec.dtype,
-                    seq_lens=arrays.host("kv_lens"),
-                    **options,
-                )
-            finally:
-                arrays.hold()  # FlashInfer copies from the same page-locked memory
+        self._upload((step.kv_indptr, step.last_page_len, step.kv_lens), slots, step.kv_indices)
+        try:
+            if step.batch_size:
+                self._kernel.plan(PlanCall(step, arrays, spec, options))
+        finally:
+            arrays.hold()  # FlashInfer copies from page-locked memory too
         self._frozen = choice
         kernel = self._kernel if step.batch_size else None
         self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages)
@@ -233,7 +224,13 @@ class FlashInferDecodeWrapper(PagedWrapper):
             )
         version = flashinfer_version(library)
         kernel = Kernel(
-            wrapper, "fa2", version, self._workspace, self.device, self.accelerator_graph
+            wrapper,
+            "fa2",
+            version,
+            self._workspace,
+            self._arrays.ring,
+            decodes=True,
+            fixed=self.accelerator_graph,
         )
         if self.capacity is not None and self.device.type == "cuda":
             facts = DeviceFacts.of(self.device)

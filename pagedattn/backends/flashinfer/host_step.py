@@ -6,8 +6,10 @@ In numpy: on arrays this small a torch operation costs five times as much, and a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from pagedattn.page_table import PageTable, slots_of_arrays
 from pagedattn.validation import check_index_tensor, check_indptr, lens_of_last_pages
 
 Ints = NDArray[np.int32]
+INT_MAX = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,30 +31,42 @@ class HostStep:
     kv_lens: Ints  # i32[batch]
     last_page_len: Ints  # i32[batch]  tokens in each last page, 0 where there is none
     num_pages: int  # pages that a cache must have
+    decodes: bool = False  # known to have one query token and at least one key a request
 
     @classmethod
     def of_table(cls, table: PageTable, qo_indptr: Tensor) -> HostStep:
-        """A step from a table that has been checked, on the host."""
-        ids, indptr, lens = (x.numpy() for x in (table.kv_indices, table.kv_indptr, table.kv_lens))
-        full_pages = np.maximum(indptr[1:] - indptr[:-1] - 1, 0)
-        last_page_len = lens - full_pages * table.page_size
-        num_pages = int(ids.max(initial=-1)) + 1
-        return cls(table.page_size, qo_indptr.numpy(), indptr, ids, lens, last_page_len, num_pages)
+        """A step from a table that has been checked, on the host; caches are checked elsewhere."""
+        ids, indptr, lens = table.kv_indices.numpy(), table.kv_indptr.numpy(), table.kv_lens.numpy()
+        queries = qo_indptr.numpy()
+        full_pages = indptr[1:] - indptr[:-1] - 1
+        all_have_keys = len(lens) > 0 and np.minimum.reduce(full_pages) >= 0
+        if not all_have_keys:
+            full_pages = np.maximum(full_pages, 0)
+        last = lens - full_pages * table.page_size
+        decodes = False
+        if all_have_keys and len(lens) == queries[-1]:
+            decodes = bool(np.maximum.reduce(queries[1:] - queries[:-1]) == 1)
+        return cls(table.page_size, queries, indptr, ids, lens, last, 0, decodes)
 
     @property
     def batch_size(self) -> int:
         """Number of requests."""
         return len(self.kv_lens)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Query tokens over all requests."""
         return int(self.qo_indptr[-1])
 
-    @property
+    @cached_property
     def qo_lens(self) -> Ints:
         """i32[batch]: query tokens of each request."""
         return self.qo_indptr[1:] - self.qo_indptr[:-1]
+
+    @cached_property
+    def max_qo_len(self) -> int:
+        """The most query tokens of a request."""
+        return int(np.maximum.reduce(self.qo_lens, initial=0))
 
     def rows(self, chosen: NDArray[np.bool_]) -> HostStep:
         """The chosen requests alone, in order, with one token each."""
@@ -89,27 +104,27 @@ def read_step(
     Raises:
         ValueError: An array is malformed; the message names it.
     """
-    last_page_len, indptr = paged_kv_last_page_len.to("cpu"), paged_kv_indptr.to("cpu")
-    check_index_tensor(last_page_len, "paged_kv_last_page_len")
-    batch_size = last_page_len.shape[0]
-    check_indptr(indptr, "paged_kv_indptr", batch_size)
-    indices = paged_kv_indices.to("cpu")
-    check_index_tensor(indices, "paged_kv_indices", int(indptr.numpy()[-1]))
-    lens = lens_of_last_pages(last_page_len, "paged_kv_last_page_len", indptr, page_size)
+    last = _array_of(paged_kv_last_page_len, "paged_kv_last_page_len")
+    batch_size = len(last)
+    indptr = _array_of(paged_kv_indptr, "paged_kv_indptr", batch_size + 1)
+    ids = _array_of(paged_kv_indices, "paged_kv_indices")
+    if len(ids) != indptr[-1]:
+        check_indptr(torch.from_numpy(indptr), "paged_kv_indptr", batch_size)
+        check_index_tensor(torch.from_numpy(ids), "paged_kv_indices", int(indptr[-1]))
+    lens, all_have_keys = _lens_of(indptr, last, page_size)
     if kv_lens is not None:
-        _check_agrees(kv_lens.to("cpu"), lens)
+        _check_agrees(_array_of(kv_lens, "kv_lens", batch_size), lens)
     if qo_indptr is None:
         queries = np.arange(batch_size + 1, dtype=np.int32)
     else:
-        qo_indptr = qo_indptr.to("cpu")
-        check_indptr(qo_indptr, "qo_indptr", batch_size)
-        queries = qo_indptr.numpy()
-    ids = indices.numpy()
-    highest = int(ids.view(np.uint32).max()) if len(ids) else -1
+        queries = _array_of(qo_indptr, "qo_indptr", batch_size + 1)
+        if queries[0] != 0 or not _rises(queries):
+            check_indptr(torch.from_numpy(queries), "qo_indptr", batch_size)
+    highest = _highest(ids) if len(ids) else -1
     if highest >= 1 << 31:  # as a negative id looks then
         raise ValueError(f"paged_kv_indices must not be negative, got page id {ids.min()}")
-    last = last_page_len.numpy()
-    return HostStep(page_size, queries, indptr.numpy(), ids, lens, last, highest + 1)
+    decodes = qo_indptr is None and all_have_keys
+    return HostStep(page_size, queries, indptr, ids, lens, last, highest + 1, decodes)
 
 
 def pad_step(step: HostStep, batch_size: int, num_tokens: int) -> HostStep:
@@ -137,35 +152,37 @@ def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> H
     return _append(step, step.num_tokens + ends, len(step.kv_indices) + keys * ends, ids, lens)
 
 
-NO_SLOTS = [np.empty(0, dtype=np.int64)] * 3
-"""In place of `token_slots`, where somebody else says where new tokens belong."""
+def token_slots(step: HostStep, num_tokens: int) -> NDArray[np.int64]:
+    """i64[num_tokens]: `pagedattn.page_table.write_slots` of a step, and -1 behind them."""
+    if step.decodes:
+        last_page = step.kv_indices[step.kv_indptr[1:] - 1]
+        slots = np.multiply(last_page, step.page_size, dtype=np.int64)
+        slots += step.last_page_len
+        slots -= 1
+    else:
+        arrays = (step.qo_indptr, step.kv_indptr, step.kv_indices, step.kv_lens)
+        slots = slots_of_arrays(*arrays, step.page_size)
+    if len(slots) == num_tokens:
+        return slots
+    return np.concatenate([slots, np.full(num_tokens - len(slots), -1, dtype=np.int64)])
 
 
-def token_slots(step: HostStep, num_tokens: int, sink_page: int | None) -> list[NDArray[np.int64]]:
-    """Where each query token's key and value belong.
+def pages_and_places(
+    slots: NDArray[np.int64], page_size: int, sink_page: int | None
+) -> list[NDArray[np.int64]]:
+    """i64[tokens] pages and i64[tokens] places inside them; without a slot, of the sink page or -1.
 
     Args:
-        step: The step, without padding.
-        num_tokens: Tokens with padding.
+        slots: i64[tokens], -1 for a token without one.
+        page_size: Tokens in one page.
         sink_page: Where padding may be written.
-
-    Returns:
-        i64[tokens] slots as of `pagedattn.page_table.write_slots`, i64[tokens] pages, and
-        i64[tokens] places inside the page. Padding, and a token that has no place (more queries
-        than keys), have slot -1; their page and place are the first of the sink page, or -1.
     """
-    arrays = (step.qo_indptr, step.kv_indptr, step.kv_indices, step.kv_lens)
-    slots = slots_of_arrays(*arrays, step.page_size)
-    if len(slots) < num_tokens:
-        padding = np.full(num_tokens - len(slots), -1, dtype=np.int64)
-        slots = np.concatenate([slots, padding])
-    page = slots // step.page_size
-    place = slots - page * step.page_size
-    has_no_place = slots < 0
-    if has_no_place.any():
-        page[has_no_place] = -1 if sink_page is None else sink_page
-        place[has_no_place] = -1 if sink_page is None else 0
-    return [slots, page, place]
+    page = slots // page_size
+    place = slots - page * page_size
+    has_none = slots < 0
+    page[has_none] = -1 if sink_page is None else sink_page
+    place[has_none] = -1 if sink_page is None else 0
+    return [page, place]
 
 
 def separate_rows_without_keys(step: HostStep, min_keys: int = 1) -> HostStep:
@@ -177,7 +194,10 @@ def separate_rows_without_keys(step: HostStep, min_keys: int = 1) -> HostStep:
         step: The step.
         min_keys: Requests with fewer keys stay as they are.
     """
-    shared = np.flatnonzero((step.qo_lens > step.kv_lens) & (step.kv_lens >= min_keys))
+    shorter = step.qo_lens > step.kv_lens
+    if not np.count_nonzero(shorter):
+        return step
+    shared = np.flatnonzero(shorter & (step.kv_lens >= min_keys))
     if not len(shared):
         return step
     first_with_key = step.qo_indptr[shared + 1] - step.kv_lens[shared]
@@ -209,11 +229,49 @@ def _indptr_of(lens: Ints) -> Ints:
     return indptr
 
 
-def _check_agrees(kv_lens: Tensor, lens: Ints) -> None:
-    check_index_tensor(kv_lens, "kv_lens", len(lens))
-    differs = kv_lens.numpy() != lens
+def _check_agrees(kv_lens: Ints, lens: Ints) -> None:
+    differs = kv_lens != lens
     if differs.any():
         row = int(differs.argmax())
         raise ValueError(
-            f"kv_lens[{row}] is {int(kv_lens[row])}, but the page table holds {lens[row]} tokens"
+            f"kv_lens[{row}] is {kv_lens[row]}, but the page table holds {lens[row]} tokens"
         )
+
+
+def _array_of(tensor: Tensor, name: str, length: int | None = None) -> Ints:
+    """Check an index tensor's type and shape, and bring it to the host."""
+    host = tensor if tensor.is_cpu else tensor.to("cpu")
+    check_index_tensor(host, name, length)
+    array: Ints = host.numpy()
+    return array
+
+
+def _lens_of(indptr: Ints, last: Ints, page_size: int) -> tuple[Ints, bool]:
+    """Check bounds and lengths of last pages against each other.
+
+    Returns:
+        i32[batch] `kv_lens`, and whether all requests have a key.
+    """
+    # Two passes say that all is well, as it nearly always is; what is wrong is asked afterwards.
+    num_entries = int(indptr[-1])
+    if len(last) and indptr[0] == 0 and 0 < num_entries * max(len(last), page_size) <= INT_MAX:
+        full_pages = indptr[1:] - indptr[:-1] - 1
+        # of 0 that makes a huge number, and so does any overflow: one of the steps is too large
+        if _highest(full_pages) < num_entries and _highest(last - 1) < page_size:
+            return full_pages * page_size + last, True
+    check_indptr(torch.from_numpy(indptr), "paged_kv_indptr", len(last))
+    host = torch.from_numpy(last), "paged_kv_last_page_len", torch.from_numpy(indptr)
+    return lens_of_last_pages(*host, page_size), False
+
+
+def _rises(indptr: Ints) -> bool:
+    """Whether it is certain that bounds never decrease; where they are huge it never is."""
+    end = int(indptr[-1])
+    if end < 0 or end * len(indptr) > INT_MAX:
+        return False
+    return len(indptr) == 1 or _highest(indptr[1:] - indptr[:-1]) <= end
+
+
+def _highest(values: Ints) -> int:
+    """The largest value, where a negative one counts as a huge one: one pass, not two."""
+    return int(np.maximum.reduce(values.view(np.uint32)))

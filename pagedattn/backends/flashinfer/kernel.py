@@ -17,11 +17,17 @@ from torch import Tensor
 from pagedattn.backends.flashinfer.defects import FINITE_INFINITY, LSE_WITHOUT_KEYS, Call
 from pagedattn.backends.flashinfer.library import Version, plan_options, takes_argument
 from pagedattn.backends.flashinfer.overflow import read_overflow
+from pagedattn.backends.flashinfer.planner import LAST_ARGUMENTS, PlanCall, Planner
+from pagedattn.backends.flashinfer.runner import Runner
 from pagedattn.backends.flashinfer.schedules import PinnedSchedules
 from pagedattn.backends.flashinfer.workspace import Workspace, WorkspaceTooSmall
+from pagedattn.staging import PinnedRing
 
 _LOAD_BYTES = 16
 """The kernels load this many bytes at once, from addresses that are multiples of it."""
+
+NOTHING = contextlib.nullcontext()
+"""The context of what needs none; it has no state."""
 
 
 class Kernel:
@@ -33,7 +39,9 @@ class Kernel:
         version: FlashInfer's.
         workspace: The float workspace that it was built on; `None`: a plain tensor that never
             grows.
-        device: Where it runs.
+        ring: Whose turn it is to plan, on the device where it runs. A plan queues copies, so the
+            turn must be held behind it.
+        decodes: Whether it is the decode wrapper.
         fixed: Whether a graph may capture it, so that its integer workspace stays where it is once
             a plan has succeeded.
     """
@@ -44,22 +52,27 @@ class Kernel:
         name: str,
         version: Version,
         workspace: Workspace | None,
-        device: torch.device,
+        ring: PinnedRing,
+        *,
+        decodes: bool,
         fixed: bool,
     ) -> None:
         self.wrapper = wrapper
         self.name = name
         self._workspace = workspace
-        self._device = device
+        self._device = ring.device
         self._fixed = fixed
         self._planned_once = False
-        self._schedules = PinnedSchedules(wrapper, device)
+        self._schedules = PinnedSchedules(wrapper, ring)
+        self._runner = Runner(wrapper, version in LAST_ARGUMENTS)
+        self._planner = Planner(wrapper, name, version, decodes, fixed, self._runner.forget)
         call = Call(version, name, causal=True, window_left=-1)
         self._finite_infinity = LSE_WITHOUT_KEYS.hits(call)
         self._natural_log = (
             takes_argument(wrapper.run, "lse_base") and not self._finite_infinity
         )  # the finite one is known in base 2
         self._options = plan_options(wrapper)
+        self._accepted: object = None  # memory layouts of the last run that passed the checks
 
     def check_options(self, options: dict[str, Any], ours: frozenset[str]) -> None:
         """Refuse options that FlashInfer's plan does not know, or that our wrapper sets itself.
@@ -85,23 +98,20 @@ class Kernel:
         with on_device(self._device):
             self._schedules.replace_integer_workspace(-(-num_bytes // _LOAD_BYTES) * _LOAD_BYTES)
 
-    def plan(self, *args: Any, **options: Any) -> None:
-        """Call FlashInfer's plan; a too small integer workspace gives way to a larger one."""
+    def plan(self, call: PlanCall) -> None:
+        """Have FlashInfer plan; a too small integer workspace gives way to a larger one."""
         with on_device(self._device):
             self._schedules.take()
-            try:
-                while not self._try_plan(args, options):
-                    pass
-            finally:
-                self._schedules.hold()
+            while not self._try_plan(call):
+                self._schedules.take()
         self._planned_once = True
 
-    def _try_plan(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    def _try_plan(self, call: PlanCall) -> bool:
         try:
             if self._workspace is None:
-                self.wrapper.plan(*args, **options)
+                self._planner.plan(call)
             else:
-                self._workspace.plan(self.wrapper.plan, *args, **options)
+                self._workspace.plan(self._planner.plan, call)
         except RuntimeError as error:
             overflow = read_overflow(error.__cause__ or error)
             if overflow is None or not overflow.is_integer:
@@ -129,30 +139,53 @@ class Kernel:
             out: As `q`.
             lse: Contiguous f32[tokens, num_qo_heads].
         """
-        _check_pages(k_pages, v_pages, self.name)
-        dense_out = (
-            out
-            if out.is_contiguous()
-            else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        )
-        options: dict[str, Any] = {}
-        if lse is not None:
-            options = {"lse": lse, "return_lse": True}
-            if self._natural_log:
-                options["lse_base"] = "ln"
+        strides = (k_pages.stride(), v_pages.stride(), k_pages.dtype)
+        if strides != self._accepted:
+            self._check_strides(k_pages, v_pages)
+            self._accepted = strides
+        _check_addresses(k_pages, v_pages)
+        dense_out = out
+        if not out.is_contiguous():
+            dense_out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         with on_device(self._device):
-            self.wrapper.run(_loadable(q), (k_pages, v_pages), out=dense_out, **options)
-            if lse is not None and self._finite_infinity:
-                lse.masked_fill_(lse == FINITE_INFINITY, -torch.inf)
-            if lse is not None and not self._natural_log:
-                lse.mul_(math.log(2.0))
+            if lse is None:
+                self._runner.run(_loadable(q), k_pages, v_pages, dense_out)
+            else:
+                self._run_with_lse(_loadable(q), k_pages, v_pages, dense_out, lse)
             if dense_out is not out:
                 out.copy_(dense_out)
+
+    def _run_with_lse(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
+        options = {"lse_base": "ln"} if self._natural_log else {}
+        self.wrapper.run(q, (k_pages, v_pages), out=out, lse=lse, return_lse=True, **options)
+        if self._finite_infinity:
+            lse.masked_fill_(lse == FINITE_INFINITY, -torch.inf)
+        if not self._natural_log:
+            lse.mul_(math.log(2.0))
+
+    def _check_strides(self, k_pages: Tensor, v_pages: Tensor) -> None:
+        """Refuse caches that the kernels would read wrongly."""
+        for pages, name in ((k_pages, "keys"), (v_pages, "values")):
+            step = _LOAD_BYTES // pages.element_size()
+            if pages.stride(0) % step or pages.stride(1) % step:
+                raise ValueError(
+                    f"the cache's {name} must have its pages and tokens at multiples of "
+                    f"{_LOAD_BYTES} bytes, got stride {pages.stride()}"
+                )
+        if self.name == "fa3" and k_pages.stride() != v_pages.stride():
+            raise ValueError(
+                f"fa3 needs keys and values with one stride, got {k_pages.stride()} and "
+                f"{v_pages.stride()}"
+            )
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a device current: FlashInfer launches on the current one, not on its tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return NOTHING
+    return torch.cuda.device(device)
 
 
 def _loadable(q: Tensor) -> Tensor:
@@ -163,17 +196,11 @@ def _loadable(q: Tensor) -> Tensor:
     return q
 
 
-def _check_pages(k_pages: Tensor, v_pages: Tensor, kernel: str) -> None:
-    """Refuse caches that the kernels would read wrongly."""
+def _check_addresses(k_pages: Tensor, v_pages: Tensor) -> None:
+    """Refuse caches that begin where the kernels cannot load."""
     for pages, name in ((k_pages, "keys"), (v_pages, "values")):
-        step = _LOAD_BYTES // pages.element_size()
-        if pages.data_ptr() % _LOAD_BYTES or pages.stride(0) % step or pages.stride(1) % step:
+        if pages.data_ptr() % _LOAD_BYTES:
             raise ValueError(
-                f"the cache's {name} must begin, and have its pages and tokens, at multiples of "
-                f"{_LOAD_BYTES} bytes, got address {pages.data_ptr()} and stride {pages.stride()}"
+                f"the cache's {name} must begin at a multiple of {_LOAD_BYTES} bytes, got address "
+                f"{pages.data_ptr()}"
             )
-    if kernel == "fa3" and k_pages.stride() != v_pages.stride():
-        raise ValueError(
-            f"fa3 needs keys and values with one stride, got {k_pages.stride()} and "
-            f"{v_pages.stride()}"
-        )

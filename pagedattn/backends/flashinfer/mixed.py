@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
 from pagedattn.backends.flashinfer.host_step import HostStep, read_step, token_slots
-from pagedattn.backends.flashinfer.kernel import on_device
+from pagedattn.backends.flashinfer.kernel import NOTHING, on_device
 from pagedattn.backends.flashinfer.mixed_step import split_step
 from pagedattn.backends.flashinfer.paged_wrapper import (
-    SLOT_ARRAYS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
+    slot_arrays,
 )
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
@@ -67,7 +67,9 @@ class MixedWrapper(PagedWrapper):
         sizes = None
         if capacity is not None:
             sizes = [capacity.num_tokens] * 3 + [capacity.batch_size]
-        self._arrays = StepArrays(self.device, {**SLOT_ARRAYS, "places": torch.int64}, sizes)
+        self._arrays = StepArrays(
+            self.device, {**slot_arrays(capacity is not None), "places": torch.int64}, sizes
+        )
         self._places: Tensor | None = None  # i64[decode rows]  their tokens; negative: padding
         self._decode_rows: tuple[Tensor, Tensor, Tensor] | None = None  # q, out and lse of them
 
@@ -144,10 +146,10 @@ class MixedWrapper(PagedWrapper):
             if lse is not None:
                 scatter_rows(lse_rows, self._places, lse)
 
-    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+    def _beside(self) -> AbstractContextManager[Any]:
         """Work in the context runs beside what the current stream gets from here on."""
         if self._side is None:
-            return contextlib.nullcontext()
+            return NOTHING
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
 
@@ -159,8 +161,8 @@ class MixedWrapper(PagedWrapper):
         if self.capacity is not None:
             num_rows = self.capacity.batch_size
             places = np.pad(places, (0, num_rows - len(places)), constant_values=-1)
-        slots = token_slots(step, num_tokens, self.sink_page)
-        self._upload([*slots, places])
+        self._upload((), token_slots(step, num_tokens), places)
+        self._arrays.hold()
         self._places = self._arrays.on_device("places")
         old = self._decode_rows
         if old is None or old[0].shape[0] < num_rows or old[0].dtype != spec.dtype:

@@ -7,28 +7,36 @@ read back.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.host_step import pages_and_places
+from pagedattn.backends.flashinfer.kernel import NOTHING, Kernel
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.operators import register, run_into
 from pagedattn.spec import AttentionSpec
-from pagedattn.validation import check_query, split_kv_cache
+from pagedattn.validation import check_query, halves_of, layout_of, split_kv_cache
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashInfer's paged kernels take for queries, keys and values alike."""
 
 
-SLOT_ARRAYS = dict.fromkeys(("write_slots", "token_to_page", "token_to_cache"), torch.int64)
-"""Where new tokens belong, among a wrapper's `StepArrays`."""
+NO_SLOTS = np.empty(0, dtype=np.int64)
+"""In place of `token_slots`, where somebody else says where new tokens belong."""
+
+
+def slot_arrays(in_graph: bool) -> dict[str, torch.dtype]:
+    """Where new tokens belong, among a wrapper's `StepArrays`; in graph mode in every form."""
+    names = ("write_slots", "token_to_page", "token_to_cache") if in_graph else ("write_slots",)
+    return dict.fromkeys(names, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,7 @@ class Capacity:
     num_pages: int
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """What `run` must know of the last good plan."""
 
     kernel: Kernel | None  # None: there is nothing to compute
@@ -81,9 +88,6 @@ class PagedWrapper:
         self.capacity = capacity
         self.enable_nvtx = enable_nvtx
         self.sink_page: int | None = 0
-        self.token_to_page: Tensor | None = None
-        self.token_to_cache: Tensor | None = None
-        self.write_slots: Tensor | None = None
         self._workspace = workspace_buffer if isinstance(workspace_buffer, Workspace) else None
         self.float_workspace: Tensor = (
             workspace_buffer.tensor if isinstance(workspace_buffer, Workspace) else workspace_buffer
@@ -96,12 +100,42 @@ class PagedWrapper:
         self._specs: dict[tuple[torch.dtype, bool, int], AttentionSpec] = {}
         self.number = register(self)
         self._step: PlannedStep | None = None
+        self._has_slots = False
+        self._accepted: object = None  # layouts of the last run that passed the checks
         self._frozen: object = None  # what a captured kernel was compiled and launched for
 
     @property
     def accelerator_graph(self) -> bool:
         """Whether buffers are static, so that a captured `run` serves later plans too."""
         return self.capacity is not None
+
+    @property
+    def write_slots(self) -> Tensor | None:
+        """See the class."""
+        return self._arrays.on_device("write_slots") if self._has_slots else None
+
+    @property
+    def token_to_page(self) -> Tensor | None:
+        """See the class."""
+        if self.capacity is not None and self._has_slots:
+            return self._arrays.on_device("token_to_page")
+        slots = self.write_slots
+        if slots is None:
+            return None
+        sink_page = -1 if self.sink_page is None else self.sink_page
+        page = slots.div(self.page_size, rounding_mode="floor")
+        return page.masked_fill_(slots < 0, sink_page)
+
+    @property
+    def token_to_cache(self) -> Tensor | None:
+        """See the class."""
+        if self.capacity is not None and self._has_slots:
+            return self._arrays.on_device("token_to_cache")
+        slots = self.write_slots
+        if slots is None:
+            return None
+        place = -1 if self.sink_page is None else 0
+        return slots.remainder(self.page_size).masked_fill_(slots < 0, place)
 
     def run(self, q: Tensor, kv_cache_layer: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Compute attention of the planned step for one layer.
@@ -158,12 +192,13 @@ class PagedWrapper:
                 "a CUDA graph is capturing run() of a wrapper that is not in graph mode: replays "
                 "would read stale plans; build it with accelerator_graph=True"
             )
-        check_query(q, "q", step.spec, step.num_rows, self.device)
         layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
-        k_pages, v_pages = split_kv_cache(
-            layer, step.spec, self.page_size, step.num_pages, self.device
-        )
-        self.run_into(q, k_pages, v_pages, out, lse)
+        layouts = (step.num_rows, step.num_pages, step.spec, *map(layout_of, (q, *kv_cache)))
+        if layouts != self._accepted:
+            check_query(q, "q", step.spec, step.num_rows, self.device)
+            split_kv_cache(layer, step.spec, self.page_size, step.num_pages, self.device)
+            self._accepted = layouts
+        self.run_into(q, *halves_of(layer), out, lse)
 
     def _planned_step(self) -> PlannedStep:
         if self._step is None:
@@ -194,17 +229,25 @@ class PagedWrapper:
                 f"{choice}: build another wrapper"
             )
 
-    def _upload(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """Send a step's arrays over, and say where its new tokens belong."""
-        with on_device(self.device):
-            self._arrays.upload(arrays)
-        self.write_slots = self._arrays.on_device("write_slots")
-        self.token_to_page = self._arrays.on_device("token_to_page")
-        self.token_to_cache = self._arrays.on_device("token_to_cache")
+    def _upload(
+        self, before: Sequence[NDArray[Any]], slots: NDArray[np.int64], last: NDArray[Any]
+    ) -> None:
+        """Send a step's arrays over.
 
-    def _range(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        Args:
+            before: Those that come before the slots.
+            slots: i64[tokens], where new tokens belong.
+            last: The last one.
+        """
+        forms: list[NDArray[Any]] = [slots]
+        if self.capacity is not None:
+            forms += pages_and_places(slots, self.page_size, self.sink_page)
+        self._arrays.upload([*before, *forms, last])
+        self._has_slots = True
+
+    def _range(self, what: str) -> AbstractContextManager[Any]:
         if not self.enable_nvtx:
-            return contextlib.nullcontext()
+            return NOTHING
         return torch.cuda.nvtx.range(f"{type(self).__name__}.{what}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,7 +19,6 @@ from pagedattn.backends.flashinfer.defects import (
 )
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.host_step import (
-    NO_SLOTS,
     HostStep,
     pad_step,
     read_step,
@@ -38,13 +38,15 @@ from pagedattn.backends.flashinfer.library import (
 )
 from pagedattn.backends.flashinfer.need import DeviceFacts, prefill_need
 from pagedattn.backends.flashinfer.paged_wrapper import (
-    SLOT_ARRAYS,
+    NO_SLOTS,
     Capacity,
     PagedWrapper,
     PlannedStep,
     check_fits,
     require_sizes,
+    slot_arrays,
 )
+from pagedattn.backends.flashinfer.planner import PlanCall
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
@@ -72,14 +74,7 @@ _OURS = frozenset(
         "max_sequence_kv",
     ]
 )
-_ARRAYS = {
-    "qo_indptr": torch.int32,
-    "kv_indptr": torch.int32,
-    "last_page_len": torch.int32,
-    "kv_lens": torch.int32,
-    **SLOT_ARRAYS,
-    "kv_indices": torch.int32,
-}
+_INDEX_ARRAYS = ("qo_indptr", "kv_indptr", "last_page_len", "kv_lens")
 
 
 class FlashInferPrefillWrapper(PagedWrapper):
@@ -144,7 +139,15 @@ class FlashInferPrefillWrapper(PagedWrapper):
         self._library = load_flashinfer()
         self._version = flashinfer_version(self._library)
         self._kernels: dict[str, Kernel] = {}
-        self._arrays = StepArrays(self.device, _ARRAYS, self._entries())
+        self._arrays = StepArrays(
+            self.device,
+            {
+                **dict.fromkeys(_INDEX_ARRAYS, torch.int32),
+                **slot_arrays(accelerator_graph),
+                "kv_indices": torch.int32,
+            },
+            self._entries(),
+        )
 
     def plan(
         self,
@@ -208,16 +211,19 @@ class FlashInferPrefillWrapper(PagedWrapper):
         call = Call(self._version, name, spec.causal, spec.window_left)
         if FA2_WINDOW_WITHOUT_MASK.hits(call):
             options = _without_splitting(options)
-        self._freeze((name, spec, tuple(sorted(options.items()))))
+        choice = None
+        if self.capacity is not None:
+            choice = (name, spec, tuple(sorted(options.items())))
+            self._freeze(choice)
         requests = self._requests_of(step, call)
         num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
-        slots = token_slots(step, num_tokens, self.sink_page) if stage_slots else NO_SLOTS
+        slots = token_slots(step, num_tokens) if stage_slots else NO_SLOTS
         if self.capacity is not None:
             requests = pad_step(requests, self.capacity.batch_size + 1, num_tokens)
         kernel = self._kernel(name)
         kernel.check_options(options, _OURS)
         self._stage_and_plan(kernel, requests, spec, options, slots)
-        self._frozen = (name, spec, tuple(sorted(options.items())))
+        self._frozen = choice
         planned = kernel if num_tokens else None
         self._step = PlannedStep(planned, spec, num_tokens, requests.num_pages)
 
@@ -227,7 +233,7 @@ class FlashInferPrefillWrapper(PagedWrapper):
         if name == "auto":
             fa3 = has_fa3(self.device, spec.head_dim)
             if self.capacity is None:
-                rows = int((step.qo_lens > 0).sum())
+                rows = int(np.count_nonzero(step.qo_lens))
                 name = prefill_kernel(step.num_tokens, rows, fa3=fa3, window_left=window_left)
             else:
                 sizes = self.capacity.num_tokens, self.capacity.batch_size
@@ -271,33 +277,17 @@ class FlashInferPrefillWrapper(PagedWrapper):
         step: HostStep,
         spec: AttentionSpec,
         options: dict[str, Any],
-        token_arrays: list[NDArray[Any]],
+        slots: NDArray[np.int64],
     ) -> None:
-        """Send the step and its tokens' arrays over, and have FlashInfer plan it."""
+        """Send the step and its tokens' slots over, and have FlashInfer plan it."""
         arrays = self._arrays
-        parts = [step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens]
-        self._upload([*parts, *token_arrays, step.kv_indices])
-        if step.num_tokens:
-            try:
-                kernel.plan(
-                    arrays.host("qo_indptr"),
-                    arrays.host("kv_indptr"),
-                    arrays.on_device("kv_indices"),
-                    arrays.host("last_page_len"),
-                    spec.num_qo_heads,
-                    spec.num_kv_heads,
-                    spec.head_dim,
-                    self.page_size,
-                    causal=spec.causal,
-                    window_left=spec.window_left,
-                    q_data_type=spec.dtype,
-                    kv_data_type=spec.dtype,
-                    seq_lens=arrays.host("kv_lens"),
-                    max_token_per_sequence=int(step.qo_lens.max()),
-                    **options,
-                )
-            finally:
-                arrays.hold()  # FlashInfer copies from the same page-locked memory
+        index = (step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens)
+        self._upload(index, slots, step.kv_indices)
+        try:
+            if step.num_tokens:
+                kernel.plan(PlanCall(step, arrays, spec, options))
+        finally:
+            arrays.hold()  # FlashInfer copies from page-locked memory too
 
     def _entries(self) -> list[int] | None:
         """Entries of every array at capacity, the added padding request included."""
@@ -326,8 +316,9 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 name,
                 self._version,
                 self._workspace,
-                self.device,
-                self.accelerator_graph,
+                self._arrays.ring,
+                decodes=False,
+                fixed=self.accelerator_graph,
             )
             if self.capacity is not None and self.device.type == "cuda":
                 facts = DeviceFacts.of(self.device)
