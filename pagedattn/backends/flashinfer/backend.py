@@ -105,8 +105,9 @@ class FlashInferBackend:
         wrapper.sink_page = None  # the facade's caches need not have one: padding rows see no key
         wrapper.plan_step(step, self.spec, self._options)
         self._planned = wrapper
-        if wrapper.write_slots is not None:
-            self.write_slots = wrapper.write_slots
+        slots = wrapper.write_slots
+        if slots is not None:
+            self.write_slots = slots
 
     def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
         """Never called: see `no_device_plan`."""
