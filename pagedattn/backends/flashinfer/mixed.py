@@ -135,11 +135,12 @@ class MixedWrapper(PagedWrapper):
         row_q, row_out, lse_rows = (t[: self._places.shape[0]] for t in self._decode_rows)
         row_lse = None if lse is None else lse_rows
         with self._range("run"), on_device(self.device):
-            begin_beside = self._beside()
-            self._prefill.run_into(q, k_pages, v_pages, out, lse)
-            with begin_beside:
-                gather_rows(q, self._places, row_q)
-                self._decode.run_into(row_q, k_pages, v_pages, row_out, row_lse)
+            # Prompts go beside: decode rows have two small kernels more in line, and a kernel that
+            # waits for another stream's begins later than one that waits for its own.
+            with self._beside():
+                self._prefill.run_into(q, k_pages, v_pages, out, lse)
+            gather_rows(q, self._places, row_q)
+            self._decode.run_into(row_q, k_pages, v_pages, row_out, row_lse)
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
             scatter_rows(row_out, self._places, out)
