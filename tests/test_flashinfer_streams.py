@@ -5,6 +5,7 @@ queued when the next plan writes its arrays: what would be a rare race elsewhere
 here.
 """
 
+import gc
 import time
 
 import pytest
@@ -154,6 +155,29 @@ def test_many_steps_planned_behind_a_blocked_stream_are_all_right(device, make):
         outs.append(wrapper.run(q, step.kv_cache))
     for out, step in zip(outs, steps, strict=True):
         assert_right(out, None, step)
+
+
+@pytest.mark.gpu
+@MAKERS
+def test_a_wrapper_may_go_while_its_step_is_queued(device, make):
+    """The page-locked memory that its copies still read is not given to anybody else."""
+    if device.type != "cuda":
+        pytest.skip("on a CPU nothing is queued")
+    wrapper, lens, rows = make(device)
+    step = make_step(device, *lens[0])
+    q = step.q if rows is None else padded_query(step, rows)
+    plan(wrapper, step)
+    wrapper.run(q, step.kv_cache)
+    block_stream(device)
+    plan(wrapper, step)
+    out = wrapper.run(q, step.kv_cache)
+    del wrapper
+    gc.collect()
+    others = [
+        torch.empty(2**n, dtype=torch.uint8, pin_memory=True).fill_(255) for n in range(8, 25)
+    ]
+    assert_right(out, None, step)
+    del others
 
 
 @pytest.mark.gpu

@@ -104,6 +104,7 @@ class Kernel:
             self._schedules.take()
             while not self._try_plan(call):
                 self._schedules.take()
+            self._schedules.keep_until_copied()
         self._planned_once = True
 
     def _try_plan(self, call: PlanCall) -> bool:

@@ -39,6 +39,7 @@ class PinnedSchedules:
         self._wrapper = wrapper
         self._ring = ring
         self._buffers: dict[int, Tensor] = {}  # by turn
+        self._first_bytes = torch.empty(1, dtype=torch.uint8, device=ring.device)
         self._spare: Tensor | None = getattr(wrapper, _ATTRIBUTE)
 
     def take(self) -> None:
@@ -47,6 +48,17 @@ class PinnedSchedules:
         if turn not in self._buffers:
             self._buffers[turn] = self._make_buffer()
         setattr(self._wrapper, _ATTRIBUTE, self._buffers[turn])
+
+    def keep_until_copied(self) -> None:
+        """Have the allocator of page-locked memory know that a queued copy reads this buffer.
+
+        It follows torch's copies alone. Were the wrapper dropped before FlashInfer's copy is done,
+        the memory would go to somebody else, and the step would run on what they write there. So
+        one byte of it is copied by torch, behind FlashInfer's copy.
+        """
+        if self._ring.device.type == "cuda":
+            buffer = getattr(self._wrapper, _ATTRIBUTE)
+            self._first_bytes.copy_(buffer[:1], non_blocking=True)
 
     def replace_integer_workspace(self, num_bytes: int) -> None:
         """Give the wrapper a new integer workspace; never once a graph has captured the old.
