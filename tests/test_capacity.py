@@ -44,6 +44,20 @@ def test_padded_steps_of_every_shape_in_turn_are_right(backend, device, window_l
         )
 
 
+@pytest.mark.parametrize("window_left", [-1, 20])
+def test_a_capacity_for_decoding_serves_prompts_too(backend, device, window_left):
+    """Few tokens a request: where that is another way through a backend, long queries take it."""
+    spec = small_spec(backend, window_left=window_left)
+    require_support(backend, spec, PAGE_SIZE, device)
+    capacity = Capacity(max_batch_size=16, max_tokens=60, max_pages=80)
+    attn = PagedAttention(spec, PAGE_SIZE, backend=backend, device=device, capacity=capacity)
+    for kv_lens, qo_lens in (((70, 200), (50, 1)), ((9, 8), (2, 1)), ((40,), (60,))):
+        step = batch_of(spec, PAGE_SIZE, kv_lens, qo_lens).materialise(device)
+        attn.plan(step.page_table, step.qo_indptr)
+        answer = attn.run_return_lse(padded(step.q, capacity.max_tokens), step.kv_cache)
+        assert_padded_answer(backend, step, answer)
+
+
 def test_slots_are_padded_with_minus_one_at_one_address(backend, device):
     spec = small_spec(backend)
     require_support(backend, spec, PAGE_SIZE, device)

@@ -172,7 +172,7 @@ def test_wrong_attention_breaks_the_property(name):
 
 
 class IgnoresTheWindow(ReferenceBackend):
-    def __init__(self, spec, page_size, device, capacity):
+    def __init__(self, spec, page_size, device, capacity, batch_invariant):
         super().__init__(replace(spec, window_left=-1), page_size, device, capacity)
 
 
@@ -181,7 +181,7 @@ class KeepsTheFirstScale(ReferenceBackend):
 
     scales: list = []
 
-    def __init__(self, spec, page_size, device, capacity):
+    def __init__(self, spec, page_size, device, capacity, batch_invariant):
         self.scales.append(spec.scale)
         super().__init__(replace(spec, sm_scale=self.scales[0]), page_size, device, capacity)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from pagedattn.backends.triton.launch import Launch, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.tiles import (
+    UNBOUNDED_ROWS,
     DeviceFacts,
     KernelTiles,
     choose_hopper_tiles,
@@ -30,6 +32,10 @@ from pagedattn.staging import Staging
 
 LOG2_E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # a window that no context reaches, small enough to add to in 32 bits
+MAX_DRAFT = 4
+"""Tokens a request: a capacity for no more is for decoding, and leaves all to the short kernel.
+
+Captured launches run in every step, and the other kernel's would hardly ever have work."""
 PLAN_BLOCK = 512  # requests, tokens or page ids that one program plans at once
 PLAN_WARPS = {False: 8, True: 16}  # by batch invariance: so that nothing spills
 
@@ -56,6 +62,9 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
         self.tiles = choose_tiles(spec, facts)
+        if capacity is not None and capacity.max_tokens <= MAX_DRAFT * capacity.max_batch_size:
+            self.tiles = replace(self.tiles, max_short_rows=UNBOUNDED_ROWS)
+        self._may_have_long = self.tiles.max_short_rows < UNBOUNDED_ROWS
         self._long_hopper = None
         hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
         if hopper_tiles is not None:
@@ -102,7 +111,7 @@ class TritonBackend:
                 self._make_room(self._size.grown_to(size))
         else:  # a captured launch must serve every later step, so both kernels always run
             self._num_rows = self.capacity.max_tokens
-            self._has_short = self._has_long = True
+            self._has_short, self._has_long = True, self._may_have_long
         # the rows past the last token are one more request, which has no keys
         self._staging.upload(
             [qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices],
@@ -115,7 +124,7 @@ class TritonBackend:
         """Copy a table on the device to where kernels read it, and build the schedule."""
         self._num_rows = self._size.num_rows  # all of the capacity
         batch_size, num_entries = page_table.batch_size, page_table.kv_indices.shape[0]
-        self._has_short = self._has_long = True
+        self._has_short, self._has_long = True, self._may_have_long
         source = Pointers.of(
             qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices
         )
