@@ -139,7 +139,7 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
     from pagedattn.kernels.long_hopper import long_attention_hopper
 
     tiles = choose_hopper_tiles(spec, case["page_size"], facts)
-    launcher = LongHopper(spec, case["page_size"], tiles, num_programs=132)
+    launcher = LongHopper(spec, case["page_size"], tiles, 132, torch.device("cpu"))
     rows, columns = launcher.box
     answer = compile_sm90(
         long_attention_hopper, spec.dtype,

@@ -169,7 +169,8 @@ def test_a_map_is_made_once_a_cache_and_finds_its_slots():
     from pagedattn.backends.triton.long_hopper import LongHopper
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
-    kernel = LongHopper(AttentionSpec(4, 2, 64, torch.float16), 16, tiles, num_programs=132)
+    sizes = (AttentionSpec(4, 2, 64, torch.float16), 16, tiles, 132)
+    kernel = LongHopper(*sizes, torch.device("cpu"))
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
     maps = [kernel.map_of(kv_cache[:, which]) for which in (0, 1, 0)]
     assert maps[0] is maps[2] is not maps[1]

@@ -71,7 +71,9 @@ class TritonBackend:
             # not at the top: where it is not chosen, Gluon may be missing
             from pagedattn.backends.triton.long_hopper import LongHopper
 
-            self._long_hopper = LongHopper(spec, page_size, hopper_tiles, self.tiles.programs)
+            self._long_hopper = LongHopper(
+                spec, page_size, hopper_tiles, self.tiles.programs, device
+            )
         self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
         self._make_launches()
         self._num_rows = 0
@@ -246,7 +248,7 @@ class TritonBackend:
             buffers.piece_ends, buffers.piece_acc, buffers.piece_ml, buffers.arrived,
         )  # fmt: skip
         self._long_pointers = Pointers.of(*table, buffers.long_units)
-        self._hopper_schedule = (*table, buffers.long_units, buffers.long_turns)
+        self._hopper_schedule = Pointers.of(*table, buffers.long_units, buffers.long_turns)
 
 
 def _device_facts(device: torch.device) -> DeviceFacts:

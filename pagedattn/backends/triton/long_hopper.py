@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pagedattn.backends.triton.launch import POINTER_ALIGNMENT, Launch, Pointers
 from pagedattn.backends.triton.tiles import HopperTiles
 from pagedattn.kernels.long_hopper import long_attention_hopper
 from pagedattn.spec import AttentionSpec
@@ -76,10 +77,16 @@ class LongHopper:
         page_size: Tokens of a page.
         tiles: As chosen for them.
         num_programs: Programs of a launch, at most one an SM.
+        device: Where it runs.
     """
 
     def __init__(
-        self, spec: AttentionSpec, page_size: int, tiles: HopperTiles, num_programs: int
+        self,
+        spec: AttentionSpec,
+        page_size: int,
+        tiles: HopperTiles,
+        num_programs: int,
+        device: torch.device,
     ) -> None:
         self._num_programs = num_programs
         self.box = [min(page_size, tiles.tile), spec.head_dim]
@@ -96,6 +103,11 @@ class LongHopper:
             "STAGES": tiles.num_stages,
             "TAKE_TURNS": tiles.take_turns,
         }
+        options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+        self._launches = [
+            Launch(long_attention_hopper, device, self.constants | {"WITH_LSE": with_lse}, options)
+            for with_lse in (False, True)
+        ]
 
     def map_of(self, pages: Tensor) -> PageMap | None:
         """The map of a K or V cache; `None` where the copy engine cannot reach it.
@@ -113,7 +125,7 @@ class LongHopper:
         self,
         maps: tuple[PageMap, PageMap],
         rows: tuple[Tensor, Tensor, Tensor | None],
-        schedule: tuple[Tensor, ...],
+        schedule: Pointers,
         numbers: tuple[int | float, ...],
     ) -> None:
         """Compute all long units.
@@ -126,12 +138,9 @@ class LongHopper:
         """
         q, out, lse = rows
         k_map, v_map = maps
-        long_attention_hopper[(self._num_programs,)](
-            q, k_map.descriptor, v_map.descriptor, out, out if lse is None else lse,
-            *schedule, *numbers, q.stride(0), out.stride(0),
-            k_map.rows_per_page, v_map.rows_per_page,
-            **self.constants, WITH_LSE=lse is not None,
-            num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
+        self._launches[lse is not None](
+            self._num_programs, _pointers_of(maps, q, out, out if lse is None else lse), schedule,
+            *numbers, q.stride(0), out.stride(0), k_map.rows_per_page, v_map.rows_per_page,
         )  # fmt: skip
 
     def _make_map(self, pages: Tensor) -> PageMap:
@@ -142,3 +151,15 @@ class LongHopper:
         memory = _Memory(pages.data_ptr(), pages.dtype)
         descriptor = TensorDescriptor(memory, shape, [token_stride, 1], self.box, self.layout)
         return PageMap(descriptor, rows_per_page)
+
+
+def _pointers_of(maps: tuple[PageMap, PageMap], q: Tensor, out: Tensor, lse: Tensor) -> Pointers:
+    """The kernel's first arguments; descriptors go as they are, and are of one kind here."""
+    k_pages, v_pages = (page_map.descriptor for page_map in maps)
+    addresses = q.data_ptr(), out.data_ptr(), lse.data_ptr()
+    kind = (q.dtype, lse.dtype, *[address % POINTER_ALIGNMENT for address in addresses])
+    return Pointers(
+        (q, k_pages, v_pages, out, lse),
+        (addresses[0], k_pages, v_pages, *addresses[1:]),
+        kind,
+    )
