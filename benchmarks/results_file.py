@@ -5,6 +5,7 @@ them (`benchmarks/flashinfer_benchmark.py` of its repository), times in its unit
 from __future__ import annotations
 
 import csv
+import importlib.util
 import platform
 import typing
 from dataclasses import dataclass, fields
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+import pagedattn
 from benchmarks.cases import Case
 from benchmarks.peer import Peer
 from pagedattn.toolchain import FLASHINFER_PACKAGE, driver_version, package_version
@@ -39,8 +41,8 @@ class Machine:
             python=platform.python_version(),
             torch=torch.__version__,
             triton=package_version("triton") or "",
-            flashinfer=package_version(FLASHINFER_PACKAGE) or "",
-            pagedattn=package_version("pagedattn") or "",
+            flashinfer=_flashinfer_version(on_gpu),
+            pagedattn=pagedattn.__version__,
         )
 
 
@@ -202,3 +204,11 @@ def _value(text: str, kind: object) -> object:
         return None
     parse = {bool: lambda t: t == "True", int: int, float: float, str: str}
     return parse[options[0]](text)
+
+
+def _flashinfer_version(on_gpu: bool) -> str:
+    """Of an unpacked wheel without metadata too, where it can be imported."""
+    version = package_version(FLASHINFER_PACKAGE)
+    if version is None and on_gpu and importlib.util.find_spec("flashinfer") is not None:
+        version = importlib.import_module("flashinfer").__version__
+    return version or ""
