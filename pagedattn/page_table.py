@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,14 @@ from torch import Tensor
 
 IntArray = Tensor | Sequence[int]
 Int32s = NDArray[np.int32]
+
+
+class HostArrays(NamedTuple):
+    """The tensors of a host table as numpy arrays, over the same memory."""
+
+    kv_indptr: Int32s
+    kv_indices: Int32s
+    kv_lens: Int32s
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +57,15 @@ class PageTable:
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.kv_lens.device
+
+    @cached_property
+    def arrays(self) -> HostArrays:
+        """A host table's tensors for numpy: on arrays this small torch costs five times as much."""
+        return HostArrays(self.kv_indptr.numpy(), self.kv_indices.numpy(), self.kv_lens.numpy())
+
+    def __getstate__(self) -> dict[str, object]:
+        # without the arrays: a copy's would not be over the memory of its tensors
+        return {name: value for name, value in self.__dict__.items() if name != "arrays"}
 
     @property
     def last_page_len(self) -> Tensor:
@@ -227,10 +245,8 @@ def write_slots(page_table: PageTable, qo_indptr: Tensor, num_rows: int | None =
         >>> write_slots(table, torch.tensor([0, 2, 3], dtype=torch.int32)).tolist()
         [31, 8, 38]
     """
-    # numpy: on arrays this small a torch operation costs five times as much
-    table = page_table.to("cpu")
-    lens, indptr, ids = table.kv_lens.numpy(), table.kv_indptr.numpy(), table.kv_indices.numpy()
-    slots = slots_of_arrays(qo_indptr.cpu().numpy(), indptr, ids, lens, table.page_size)
+    arrays = page_table.to("cpu").arrays
+    slots = slots_of_arrays(qo_indptr.cpu().numpy(), *arrays, page_table.page_size)
     if num_rows is not None:
         padding = np.full(num_rows - len(slots), -1, dtype=np.int64)
         slots = np.concatenate([slots, padding])

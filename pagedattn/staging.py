@@ -6,7 +6,6 @@ that is recorded behind its copy and asked before the buffer is used again.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,55 +91,55 @@ class Staging:
             room: Entries that each array of a list has room for. An upload is not checked against
                 it: `Capacity` does that, or whoever calls this.
         """
-        *starts, size = offsets_of([INT_BYTES * entries for entries in room])
+        *starts, self._num_bytes = offsets_of([INT_BYTES * entries for entries in room])
         self._starts = [start // INT_BYTES for start in starts]
-        self._packed = torch.empty(size // INT_BYTES, dtype=torch.int32, device=self.device)
+        size = self._num_bytes // INT_BYTES
+        self._quantum = max(size // 64, 1)
+        self._packed = torch.empty(size, dtype=torch.int32, device=self.device)
         self.arrays = [
             self._packed[start : start + entries]
             for start, entries in zip(self._starts, room, strict=True)
         ]
-        self._hosts: dict[int, tuple[Tensor, NDArray[np.int32], int]] = {}
+        self._hosts: dict[int, tuple[Tensor, NDArray[np.int32]]] = {}
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def upload(self, tensors: Sequence[Tensor], last: Sequence[int]) -> None:
+    def upload(self, arrays: Sequence[NDArray[np.int32]], last: Sequence[int]) -> None:
         """Copy host arrays to the device, in the current stream's order, without waiting for it.
 
         Args:
-            tensors: Contiguous i32[n], one an array; read before this returns. The copy ends behind
-                the last of them, so the one whose room is rarely used belongs there.
-            last: For each array but the last, one value to follow the tensor's.
+            arrays: i32[n] each; read before this returns. The copy ends behind the last of them, so
+                the one whose room is rarely used belongs there.
+            last: For each array but the last, one value to follow the array's.
         """
-        host, ints, address = self._next_host()
-        *bounds, ids = tensors
-        # memmove: a numpy view and its assignment cost three times as much, for each array
-        for tensor, start, value in zip(bounds, self._starts, last, strict=False):
-            length = tensor.shape[0]
-            ctypes.memmove(address + INT_BYTES * start, tensor.data_ptr(), INT_BYTES * length)
-            ints[start + length] = value
-        start, length = self._starts[-1], ids.shape[0]
-        ctypes.memmove(address + INT_BYTES * start, ids.data_ptr(), INT_BYTES * length)
-        target, source = self._copy_of(host, start + length)
+        host, ints = self._next_host()
+        for array, start, value in zip(arrays, self._starts, last, strict=False):
+            end = start + len(array)
+            ints[start:end] = array
+            ints[end] = value
+        start, ids = self._starts[-1], arrays[-1]
+        end = start + len(ids)
+        ints[start:end] = ids
+        target, source = self._copy_of(host, end)
         target.copy_(source, non_blocking=True)
         self._ring.hold()
 
-    def _next_host(self) -> tuple[Tensor, NDArray[np.int32], int]:
-        """A page-locked i32 buffer, its numpy view and its address."""
-        buffer = self._ring.next(INT_BYTES * self._packed.shape[0])
+    def _next_host(self) -> tuple[Tensor, NDArray[np.int32]]:
+        """A page-locked i32 buffer, and its numpy view."""
+        buffer = self._ring.next(self._num_bytes)
         turn = self._ring.turn
         if turn not in self._hosts:
             ints = buffer.view(torch.int32)
-            self._hosts[turn] = ints, ints.numpy(), ints.data_ptr()
+            self._hosts[turn] = ints, ints.numpy()
         return self._hosts[turn]
 
     def _copy_of(self, host: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The fronts of both buffers, at least `end` entries: few sizes, so that they are kept."""
-        size = self._packed.shape[0]
-        quantum = max(size // 64, 1)
-        end = min(-(-end // quantum) * quantum, size)
-        key = (self._ring.turn, end)
-        if key not in self._copies:
-            self._copies[key] = self._packed[:end], host[:end]
-        return self._copies[key]
+        key = (self._ring.turn, -(-end // self._quantum))
+        copy = self._copies.get(key)
+        if copy is None:
+            end = min(key[1] * self._quantum, self._packed.shape[0])
+            copy = self._copies[key] = self._packed[:end], host[:end]
+        return copy
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:

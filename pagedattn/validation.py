@@ -34,11 +34,9 @@ def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
     values = tensor.numpy()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    if not batch_size:
-        return
-    steps = np.subtract(values[1:], values[:-1], dtype=np.int64)
-    if _max_unsigned(steps) >= 1 << 31:
-        row = int(steps.argmin())
+    decreases = values[1:] < values[:-1]
+    if np.count_nonzero(decreases):
+        row = int(decreases.argmax())
         raise ValueError(
             f"{name} must not decrease, got {values[row]} then {values[row + 1]} at entry {row + 1}"
         )
@@ -49,8 +47,7 @@ def check_page_table(table: PageTable, page_size: int) -> int:
     if table.page_size != page_size:
         raise ValueError(f"page_table.page_size is {table.page_size}, expected {page_size}")
     batch_size = check_table_shapes(table)
-    # numpy: on arrays this small a torch operation costs five times as much
-    lens, indptr, ids = table.kv_lens.numpy(), table.kv_indptr.numpy(), table.kv_indices.numpy()
+    indptr, ids, lens = table.arrays
     if len(ids) != indptr[-1] or indptr[0] != 0:
         check_indptr(table.kv_indptr, "kv_indptr", batch_size)
         check_index_tensor(table.kv_indices, "kv_indices", int(indptr[-1]))
@@ -59,15 +56,17 @@ def check_page_table(table: PageTable, page_size: int) -> int:
     # In one number, which has a sign if any of these has: a bound, pages or a length below 0; a
     # last page overfull; a page or more unused. What of it is wrong is asked afterwards. Nothing
     # overflows that has no sign already.
-    wide = np.int32 if len(ids) * page_size < 1 << 31 else np.int64
-    owned = np.subtract(indptr[1:], indptr[:-1], dtype=wide)
-    unused = owned * page_size - lens
-    signs = indptr[1:] | owned | lens | unused | (page_size - 1 - unused)
-    if np.bitwise_or.reduce(signs) < 0:
+    ends = indptr[1:]
+    owned = ends - indptr[:-1]
+    fits = len(ids) * page_size < 1 << 31
+    unused = (owned if fits else owned.astype(np.int64)) * page_size - lens
+    signs = ends | owned | lens | unused | (page_size - 1 - unused)
+    if np.minimum.reduce(signs) < 0:
         _refuse_lengths(table)
     if not len(ids):
         return 0
-    highest = _max_unsigned(ids)
+    # in one pass, as a negative id is a huge one without its sign
+    highest = int(np.maximum.reduce(ids.view(np.uint32)))
     if highest >= 1 << 31:
         raise ValueError(f"kv_indices must not be negative, got page id {ids.min()}")
     return highest + 1
@@ -105,16 +104,10 @@ def check_device(tensor: Tensor, name: str, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
-def _max_unsigned(values: NDArray[np.int32] | NDArray[np.int64]) -> int:
-    """The largest value, where a negative one counts as a huge one: one pass, not two."""
-    unsigned = np.uint32 if values.itemsize == 4 else np.uint64
-    return int(np.maximum.reduce(values.view(unsigned)))
-
-
 def _refuse_lengths(table: PageTable) -> None:
     """Say what is wrong with a table whose lengths and pages do not fit together."""
     check_indptr(table.kv_indptr, "kv_indptr", table.batch_size)
-    lens, indptr = table.kv_lens.numpy(), table.kv_indptr.numpy()
+    indptr, _, lens = table.arrays
     if lens.min() < 0:
         raise ValueError(f"kv_lens must not be negative, got {lens.min()}")
     needed = -(-lens // table.page_size)  # ceil, without overflow near 2 ** 31

@@ -93,6 +93,24 @@ def test_what_is_remembered_is_what_triton_compiled_for_these_arguments(launches
     assert len(recorder.direct) >= len(launches)  # the second time, all are remembered
 
 
+@given(launches=st.lists(st.lists(st.integers(0, 16), min_size=5, max_size=5), min_size=1))
+def test_what_is_remembered_of_a_layer_is_what_triton_compiled_for_its_addresses(launches):
+    recorder = Recorder()
+    launch = remembering(recorder)
+    dtypes = [torch.float16] * 4 + [torch.float32]
+    for offsets in launches * 2:
+        tensors = [
+            torch.zeros(64, dtype=dtype)[offset:]
+            for dtype, offset in zip(dtypes, offsets, strict=True)
+        ]
+        before = len(recorder.direct)
+        launch(3, Pointers.of_layer(*tensors), Pointers.of(), 1, 2)
+        for direct in recorder.direct[before:]:
+            assert direct[4] == recorder.specialization([*tensors, 1, 2])
+            assert direct[9:14] == tuple(tensor.data_ptr() for tensor in tensors)
+    assert len(recorder.direct) >= len(launches)
+
+
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_with_a_launch_hook_every_launch_is_an_ordinary_one(recorder, monkeypatch, name):
     launch, pointers = remembering(recorder), Pointers.of(torch.zeros(4))

@@ -1,5 +1,9 @@
 """`PageTable`, its conversions and `write_slots`, against brute force and their inverses."""
 
+import copy
+import pickle
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,6 +32,16 @@ def test_from_lengths_deals_out_pages_in_order():
 def test_every_request_has_the_pages_that_its_length_needs(table):
     for request, kv_len in enumerate(table.kv_lens.tolist()):
         assert table.pages_of(request).numel() == -(-kv_len // table.page_size)
+
+
+@given(table=page_tables())
+def test_arrays_are_over_the_memory_of_their_own_tensors(table):
+    assert table.arrays is table.arrays  # made once, so that a copy could take them along
+    for each in [table, copy.copy(table), copy.deepcopy(table), pickle.loads(pickle.dumps(table))]:
+        tensors = (each.kv_indptr, each.kv_indices, each.kv_lens)
+        for array, tensor in zip(each.arrays, tensors, strict=True):
+            assert array.tolist() == tensor.tolist()
+            assert np.shares_memory(array, tensor.numpy()) or not tensor.numel()
 
 
 @given(table=page_tables())

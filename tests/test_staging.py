@@ -1,5 +1,6 @@
 """`Staging`: what is uploaded arrives, and no buffer is rewritten before its copy is done."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,14 +11,14 @@ from pagedattn.staging import Staging
 ROOM = [20, 30, 60]
 
 
-def arrays_of(sizes, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-9, 99, (n,), generator=generator, dtype=torch.int32) for n in sizes]
+def arrays_of(sizes, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(-9, 99, n, dtype=np.int32) for n in sizes]
 
 
-def check(staging: Staging, tensors: list[torch.Tensor], last: list[int]) -> None:
+def check(staging: Staging, arrays: list[np.ndarray], last: list[int]) -> None:
     """What was uploaded is on the device, each value of `last` behind its array."""
-    expected = [t.tolist() for t in tensors]
+    expected = [array.tolist() for array in arrays]
     expected = [[*e, v] for e, v in zip(expected, last, strict=False)] + [expected[-1]]
     for array, values in zip(staging.arrays, expected, strict=True):
         assert array.device == staging.device
@@ -33,9 +34,9 @@ def test_arrays_arrive_and_addresses_never_change(device, uploads):
     staging = Staging(device, ROOM)
     addresses = [array.data_ptr() for array in staging.arrays]
     for seed, sizes in enumerate(uploads):
-        tensors = arrays_of(sizes, seed)
-        staging.upload(tensors, [seed, -seed])
-        check(staging, tensors, [seed, -seed])
+        arrays = arrays_of(sizes, seed)
+        staging.upload(arrays, [seed, -seed])
+        check(staging, arrays, [seed, -seed])
         assert [array.data_ptr() for array in staging.arrays] == addresses
 
 
@@ -44,9 +45,9 @@ def test_room_can_be_made_between_uploads(device):
     for entries in (2, 100, 3000):
         staging.make_room([entries + 1, entries])
         for seed in range(5):  # every buffer in turn
-            tensors = arrays_of([entries] * 2, seed)
-            staging.upload(tensors, [seed])
-            check(staging, tensors, [seed])
+            arrays = arrays_of([entries] * 2, seed)
+            staging.upload(arrays, [seed])
+            check(staging, arrays, [seed])
 
 
 def test_arrays_are_aligned_whatever_comes_before_them(device):
@@ -55,9 +56,9 @@ def test_arrays_are_aligned_whatever_comes_before_them(device):
 
 
 def test_the_source_may_change_once_upload_returns(device):
-    staging, source = Staging(device, [9]), torch.arange(9, dtype=torch.int32)
+    staging, source = Staging(device, [9]), np.arange(9, dtype=np.int32)
     staging.upload([source], [])
-    source.zero_()
+    source[:] = 0
     assert staging.arrays[0].tolist() == list(range(9))
 
 
@@ -70,12 +71,12 @@ def block_stream(device: torch.device) -> None:
 def test_uploads_behind_a_busy_stream_arrive_as_they_were(device):
     """More uploads than buffers, all queued while the GPU is busy: none may overwrite another."""
     staging = Staging(device, [1000], num_buffers=3)
-    staging.upload([torch.zeros(1000, dtype=torch.int32)], [])
+    staging.upload([np.zeros(1000, np.int32)], [])
     torch.cuda.synchronize()
     block_stream(device)
     copies = []
     for i in range(8):
-        staging.upload([torch.full((1000,), i, dtype=torch.int32)], [])
+        staging.upload([np.full(1000, i, np.int32)], [])
         copies.append(staging.arrays[0].clone())
     assert [copy.unique().tolist() for copy in copies] == [[i] for i in range(8)]
 
@@ -84,11 +85,11 @@ def test_uploads_behind_a_busy_stream_arrive_as_they_were(device):
 def test_an_upload_does_not_wait_for_the_stream(device):
     staging = Staging(device, [1000], num_buffers=4)
     for _ in range(4):
-        staging.upload([torch.zeros(1000, dtype=torch.int32)], [])  # page-locks every buffer
+        staging.upload([np.zeros(1000, np.int32)], [])  # page-locks every buffer
     torch.cuda.synchronize()
     block_stream(device)
     for i in range(3):
-        staging.upload([torch.full((1000,), i, dtype=torch.int32)], [])
+        staging.upload([np.full(1000, i, np.int32)], [])
     assert not torch.cuda.current_stream(device).query()
     torch.cuda.synchronize()
 

@@ -36,7 +36,7 @@ class HostStep:
     @classmethod
     def of_table(cls, table: PageTable, qo_indptr: Tensor) -> HostStep:
         """A step from a table that has been checked, on the host; caches are checked elsewhere."""
-        ids, indptr, lens = table.kv_indices.numpy(), table.kv_indptr.numpy(), table.kv_lens.numpy()
+        indptr, ids, lens = table.arrays
         queries = qo_indptr.numpy()
         full_pages = indptr[1:] - indptr[:-1] - 1
         all_have_keys = len(lens) > 0 and np.minimum.reduce(full_pages) >= 0

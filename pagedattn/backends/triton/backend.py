@@ -103,9 +103,10 @@ class TritonBackend:
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
         """Copy the table to the device and build the schedule there."""
-        batch_size, num_pages = page_table.batch_size + 1, page_table.kv_indices.shape[0]
+        kv_indptr, kv_indices, kv_lens = page_table.arrays
+        bounds = qo_indptr.numpy()
+        batch_size, num_pages = len(bounds), len(kv_indices)
         if self.capacity is None:
-            bounds = qo_indptr.numpy()
             self._num_rows = int(bounds[-1])
             self._has_short, self._has_long = self._lists_of(bounds[1:] - bounds[:-1])
             size = StepSize(batch_size, self._num_rows, num_pages)
@@ -114,10 +115,9 @@ class TritonBackend:
         else:  # a captured launch must serve every later step, so both kernels always run
             self._num_rows = self.capacity.max_tokens
             self._has_short, self._has_long = True, self._may_have_long
-        # the rows past the last token are one more request, which has no keys
+        # one request more than there are: the rows past the last token, which have no keys
         self._staging.upload(
-            [qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices],
-            [self._num_rows, num_pages, 0],
+            (bounds, kv_indptr, kv_lens, kv_indices), (self._num_rows, num_pages, 0)
         )
         if self._num_rows:
             self._build_schedule(batch_size)
@@ -145,8 +145,9 @@ class TritonBackend:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
     ) -> None:
         """Launch the kernel of each list that is not empty."""
-        tensors = Pointers.of(q, k_pages, v_pages, out, out if lse is None else lse)
-        strides = (q.stride(0), out.stride(0), *k_pages.stride()[:2], *v_pages.stride()[:2])
+        tensors = Pointers.of_layer(q, k_pages, v_pages, out, out if lse is None else lse)
+        k_strides, v_strides = k_pages.stride(), v_pages.stride()
+        strides = (q.stride()[0], out.stride()[0], *k_strides[:2], *v_strides[:2])
         with_lse = lse is not None
         if self._has_short:
             self._short[with_lse](

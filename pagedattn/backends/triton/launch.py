@@ -37,6 +37,16 @@ class Pointers(NamedTuple):
         kind = [tensor.dtype for tensor in tensors]
         return cls(tensors, addresses, (*kind, *[a % POINTER_ALIGNMENT for a in addresses]))
 
+    @classmethod
+    def of_layer(cls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Pointers:
+        """`of` in half of the time, where one launch is given the same five dtypes always."""
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
+        q_at, k_at, v_at, out_at, lse_at = addresses
+        kind: tuple[object, ...] = ()
+        if (q_at | k_at | v_at | out_at | lse_at) % POINTER_ALIGNMENT:
+            kind = tuple([address % POINTER_ALIGNMENT for address in addresses])
+        return cls((q, k, v, out, lse), addresses, kind)
+
 
 class Launch:
     """One kernel with its compile-time arguments, launched on one device's current stream.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from pagedattn.backends.triton.tiles import Tiles, padded_head_dim
 from pagedattn.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class StepSize:
+class StepSize(NamedTuple):
     """Upper bounds of a step, the request of the padding rows included."""
 
     batch_size: int
