@@ -17,7 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagedattn.backends.triton.backend import PLAN_BLOCK, PLAN_WARPS, _kernel_constants
+from pagedattn.backends.triton.arguments import (
+    PLAN_BLOCK,
+    PLAN_WARPS,
+    kernel_constants,
+    tile_constants,
+)
 from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, choose_tiles
 from pagedattn.kernels import gluon_names
 from pagedattn.kernels.ingest import ingest_table
@@ -123,9 +128,10 @@ def compile_case(case: dict) -> dict:
         "long": (long_attention, tiles.long),
     }[case["kernel"]]
     constants = {
-        **_kernel_constants(spec, case["page_size"]), "WITH_LSE": case.get("with_lse", False),
-        "ROWS": chosen.rows, "TILE": chosen.tile, "STAGES": chosen.num_stages,
-    }  # fmt: skip
+        **kernel_constants(spec, case["page_size"]),
+        **tile_constants(chosen),
+        "WITH_LSE": case.get("with_lse", False),
+    }
     if case["kernel"] == "short":
         constants["BATCH_INVARIANT"] = case.get("batch_invariant", False)
     return compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)

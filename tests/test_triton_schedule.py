@@ -17,7 +17,7 @@ if REASONS:
     pytest.skip("; ".join(REASONS), allow_module_level=True)
 
 from pagedattn.backends.triton.backend import TritonBackend  # noqa: E402
-from pagedattn.backends.triton.schedule import StepSize, max_long_units, max_pieces  # noqa: E402
+from pagedattn.backends.triton.schedule import StepSize, max_long_blocks, max_pieces  # noqa: E402
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (5, 1), (24, 2), (48, 1)])
 LENGTHS = st.lists(
@@ -122,7 +122,7 @@ def test_the_buffers_hold_every_step_of_their_size(heads, lengths, padding):
     backend = planned(spec, [1], [1])
     _, long_units = by_hand(backend, [*qo_lens, padding], [*kv_lens, 0])
     size = StepSize(len(lengths) + 1, sum(qo_lens) + padding, 0)
-    assert max_long_units(size, spec.group_size, backend.tiles) >= len(long_units)
+    assert max_long_blocks(size, spec.group_size, backend.tiles) >= len(long_units)
 
 
 @given(lengths=LENGTHS, fits=st.booleans())

@@ -1,10 +1,10 @@
 """Rows whose keys several programs share: the last program to arrive merges the pieces.
 
 A chunk of the line (see `plan.py`) can begin inside one row block and end inside another, so it
-leaves at most two pieces for each KV head, in slots `2 * chunk` (continued from the chunk before)
-and `2 * chunk + 1` (to be continued). Pieces of one row block come from consecutive chunks.
-Batch-invariant, every piece has a slot of its own, in the order of the line. The slots of all KV
-heads stand side by side.
+leaves at most two pieces for each KV head: number `2 * chunk`, continued from the chunk before, and
+number `2 * chunk + 1`, which begins a block. Those of one block come from consecutive chunks.
+Batch-invariant, pieces are numbered in the order of the line. Either way, piece `n` of a KV head is
+in slot `n * num_kv_heads + kv_head`.
 
 Nobody waits for anybody, so programs need not be resident together; and the order of merging is
 that of the keys, whoever merges, so bits do not depend on who arrives last.
@@ -29,7 +29,7 @@ def store_piece(
 
 @triton.jit
 def arrive(COUNTER, num_pieces):
-    """Count this program in; true for the last one, which also resets the counter."""
+    """Count this program in; true for the last one, which resets the counter for the next layer."""
     tl.debug_barrier()  # all threads' stores come before the one thread's release
     before = tl.atomic_add(COUNTER, 1, sem="acq_rel", scope="gpu")
     is_last = before == num_pieces - 1
@@ -42,7 +42,7 @@ def _load_piece(
     PIECE_ACC, PIECE_ML, i, first, second, step, num_pieces, live,
     ROWS: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The state of piece `i`; empty past the last."""
+    """The state of the i-th piece of a block, slots as for `load_merged`; empty past the last."""
     rows = tl.arange(0, ROWS)
     at = tl.where(i == 0, first, second + (i - 1) * step).to(tl.int64) * ROWS
     known = live & (rows * 0 + i < num_pieces)

@@ -1,4 +1,4 @@
-"""Where keys, values and queries are in memory. Every product with a stride is made in 64 bits.
+"""Where the keys and values of a tile are in memory, for products with strides in 64 bits.
 
 Keys come in tiles of `TILE`, each of which begins at a multiple of it.
 """

@@ -5,21 +5,22 @@ The rows of a request are its queries times the query heads of one KV head, toke
 A request of few rows is short: blocks of `short_rows` rows, each over the same tiles of keys. The
 work of all short requests is one line of tiles, ordered by request, block and tile, which is cut
 into equal chunks, wherever a chunk happens to end; each KV head has a program for each chunk.
-So every program has the same work, whatever the lengths are, and those of all heads read the same
-pages at the same time. A block that a cut goes through is merged from its pieces: see `merge.py`.
+So every program has the same work, whatever the lengths are, and the programs of all heads read
+the same pages at the same time. A block that a cut goes through is merged from its pieces, for each
+head by itself: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
 Batch-invariant, a block is always merged from the same pieces, of `piece_tiles` tiles: a
 cut moves to the right, to where a piece begins. Chunks are then equal to within one piece.
 
-A request of many rows is long: one unit of work a block of `long_rows` rows and KV head.
+A request of many rows is long: blocks of `long_rows` rows, each a unit of work for each KV head.
 
-    header       i32[3]              tiles of a chunk, tiles of the line, long entries
+    header       i32[3]              tiles of a chunk, tiles of the line, long blocks
     short_ends   i32[batch + 1]      tiles of the line before each request
     short_begin  i32[chunks + 1]     tile of the line at which each chunk begins, and its end
-    short_first  i32[chunks]         request in which each chunk begins
-    piece_ends   i32[batch + 1]      batch-invariant: pieces before each request, for one KV head
-    long_units   i32[n, 2]           request, row block; last rows first: they see the most keys
+    short_first  i32[chunks]         request in which each chunk begins, before its cut moves
+    piece_ends   i32[batch + 1]      batch-invariant: pieces of one KV head before each request
+    long_units   i32[long blocks, 2] request, row block; last rows first: they see the most keys
 """
 
 import triton
@@ -41,7 +42,7 @@ def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def piece_tiles(num_tiles, num_blocks, num_chunks, min_piece):
-    """Tiles of a piece of a batch-invariant request: it alone would give every program one."""
+    """Tiles of a piece of a batch-invariant request: as if it were alone, with a piece a chunk."""
     alone = (num_tiles * num_blocks + num_chunks - 1) // num_chunks
     return tl.maximum(alone, min_piece * num_blocks)
 
@@ -71,9 +72,9 @@ def build_schedule(
     max_short_rows, short_rows, short_tile, long_rows, min_chunk, min_piece,
     BATCH_INVARIANT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Build the schedule for a short line of `num_chunks`; one compilation serves every spec.
+    """Build the schedule, in the first program; each other one writes the slots of `BLOCK` tokens.
 
-    The first program does; each of the others writes the slots of `BLOCK` tokens.
+    All that depends on the spec is a number, so that one compilation serves every spec.
     """
     lane = tl.arange(0, BLOCK)
     if tl.program_id(0) > 0:

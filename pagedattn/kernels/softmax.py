@@ -2,7 +2,7 @@
 
 A running state is `(m, l, acc)`: the largest score so far, the sum of exponentials relative to
 it, and the weighted sum of values relative to it. Scores are in base 2: natural scores times
-log2(e). Empty is `(-inf, 0, 0)`; real minus infinity, so that no score is too small to count.
+log2(e). Empty is `(-inf, 0, 0)`; real minus infinity, so that no score is too low to count.
 Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithm 1.
 """
 

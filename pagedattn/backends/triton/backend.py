@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +9,23 @@ import torch
 import triton
 from torch import Tensor
 
+from pagedattn.backends.triton.arguments import (
+    PLAN_BLOCK,
+    PLAN_WARPS,
+    blocks_of,
+    kernel_constants,
+    plan_numbers,
+    score_factors,
+    tile_constants,
+    window_of,
+)
 from pagedattn.backends.triton.launch import Launch, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.tiles import (
     UNBOUNDED_ROWS,
     DeviceFacts,
-    KernelTiles,
     choose_hopper_tiles,
     choose_tiles,
-    padded_head_dim,
 )
 from pagedattn.capacity import Capacity
 from pagedattn.kernels import gluon_names
@@ -30,14 +37,10 @@ from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 
-LOG2_E = math.log2(math.e)
-UNBOUNDED = 1 << 30  # a window that no context reaches, small enough to add to in 32 bits
 MAX_DRAFT = 4
 """Tokens a request: a capacity for no more is for decoding, and leaves all to the short kernel.
 
 Captured launches run in every step, and the other kernel's would hardly ever have work."""
-PLAN_BLOCK = 512  # requests, tokens or page ids that one program plans at once
-PLAN_WARPS = {False: 8, True: 16}  # by batch invariance: so that nothing spills
 
 
 class TritonBackend:
@@ -74,10 +77,9 @@ class TritonBackend:
             self._long_hopper = LongHopper(
                 spec, page_size, hopper_tiles, self.tiles.programs, device
             )
-        self._window_left = spec.window_left if 0 <= spec.window_left < UNBOUNDED else UNBOUNDED
         self._make_launches()
         self._num_rows = 0
-        self._size = StepSize(1, 0, 0) if capacity is None else _size_of_capacity(capacity)
+        self._size = StepSize(1, 0, 0) if capacity is None else StepSize.of_capacity(capacity)
         self._staging = Staging(device, [])
         self._make_room(self._size)
 
@@ -105,6 +107,7 @@ class TritonBackend:
         """Copy the table to the device and build the schedule there."""
         kv_indptr, kv_indices, kv_lens = page_table.arrays
         bounds = qo_indptr.numpy()
+        # one request more than there are: the rows past the last token, which have no keys
         batch_size, num_pages = len(bounds), len(kv_indices)
         if self.capacity is None:
             self._num_rows = int(bounds[-1])
@@ -115,7 +118,6 @@ class TritonBackend:
         else:  # a captured launch must serve every later step, so both kernels always run
             self._num_rows = self.capacity.max_tokens
             self._has_short, self._has_long = True, self._may_have_long
-        # one request more than there are: the rows past the last token, which have no keys
         self._staging.upload(
             (bounds, kv_indptr, kv_lens, kv_indices), (self._num_rows, num_pages, 0)
         )
@@ -131,7 +133,7 @@ class TritonBackend:
             qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices
         )
         self._ingest(
-            1 + _blocks_of(num_entries), source, self._table,
+            1 + blocks_of(num_entries), source, self._table,
             batch_size, self._num_rows, num_entries, num_pages, self.page_size,
         )  # fmt: skip
         self._build_schedule(batch_size + 1)
@@ -154,26 +156,15 @@ class TritonBackend:
                 self.tiles.short_chunks * self.spec.num_kv_heads, tensors, self._short_pointers,
                 *self._short_numbers, *strides,
             )  # fmt: skip
-        if self._has_long and not self._run_long_hopper(q, k_pages, v_pages, out, lse):
+        if not self._has_long:
+            return
+        if self._long_hopper is None or not self._long_hopper.launch(
+            (k_pages, v_pages), (q, out, lse), self._hopper_schedule, self._long_numbers
+        ):
             self._long[with_lse](
                 self.tiles.long_programs, tensors, self._long_pointers,
                 *self._long_numbers, *strides,
             )  # fmt: skip
-
-    def _run_long_hopper(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> bool:
-        """Launch the Gluon kernel if it was chosen and reaches this cache; whether it did."""
-        if self._long_hopper is None:
-            return False
-        k_map = self._long_hopper.map_of(k_pages)
-        v_map = self._long_hopper.map_of(v_pages)
-        if k_map is None or v_map is None:
-            return False
-        self._long_hopper.launch(
-            (k_map, v_map), (q, out, lse), self._hopper_schedule, self._long_numbers
-        )
-        return True
 
     def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:
         """Whether the short and the long list will have entries."""
@@ -184,7 +175,7 @@ class TritonBackend:
 
     def _build_schedule(self, batch_size: int) -> None:
         self._plan(
-            1 + _blocks_of(self._num_rows), self._table, self._schedule,
+            1 + blocks_of(self._num_rows), self._table, self._schedule,
             batch_size, self._num_rows, batch_size.bit_length(), *self._plan_numbers,
         )  # fmt: skip
 
@@ -196,13 +187,13 @@ class TritonBackend:
         warps = {"num_warps": PLAN_WARPS[self.batch_invariant]}
         self._ingest = Launch(ingest_table, self.device, block, warps)
         self._plan = Launch(build_schedule, self.device, invariant | block, warps)
-        common = _kernel_constants(spec, self.page_size)
+        common = kernel_constants(spec, self.page_size)
         self._short, self._long = [
             tuple(
                 Launch(
                     kernel,
                     self.device,
-                    common | more | _tile_constants(chosen) | {"WITH_LSE": with_lse},
+                    common | more | tile_constants(chosen) | {"WITH_LSE": with_lse},
                     {"num_warps": chosen.num_warps},
                 )
                 for with_lse in (False, True)
@@ -212,14 +203,10 @@ class TritonBackend:
                 (long_attention, tiles.long, {}),
             )
         ]
-        self._plan_numbers = (
-            spec.num_kv_heads, spec.group_size, self._window_left, self.page_size,
-            tiles.short_chunks, tiles.max_short_rows, tiles.short.rows, tiles.short.tile,
-            tiles.long.rows, tiles.min_chunk, tiles.min_piece,
-        )  # fmt: skip
-        numbers = (spec.num_kv_heads, self._window_left)
-        self._short_numbers = (*numbers, tiles.min_piece, *_score_factors(spec))
-        self._long_numbers = (*numbers, *_score_factors(spec))
+        self._plan_numbers = plan_numbers(spec, self.page_size, tiles)
+        numbers = (spec.num_kv_heads, window_of(spec))
+        self._short_numbers = (*numbers, tiles.min_piece, *score_factors(spec))
+        self._long_numbers = (*numbers, *score_factors(spec))
 
     def _make_room(self, size: StepSize) -> None:
         """New buffers; torch frees the old in stream order."""
@@ -260,39 +247,3 @@ def _device_facts(device: torch.device) -> DeviceFacts:
             missing_gluon=gluon_names.MISSING,
         )
     return DeviceFacts(num_sms=0, interpreted=True)
-
-
-def _score_factors(spec: AttentionSpec) -> tuple[float, float]:
-    """The two factors of `scale_scores`, with log2(e) folded in."""
-    if spec.logits_soft_cap > 0:
-        return spec.scale / spec.logits_soft_cap, spec.logits_soft_cap * LOG2_E
-    return spec.scale * LOG2_E, 0.0
-
-
-def _kernel_constants(spec: AttentionSpec, page_size: int) -> dict[str, int | bool]:
-    """Compile-time arguments that both attention kernels share."""
-    return {
-        "GROUP": spec.group_size,
-        "HEAD_DIM": spec.head_dim,
-        "D_PAD": padded_head_dim(spec.head_dim),
-        "PAGE_SIZE": page_size,
-        "CAUSAL": spec.causal,
-        "HAS_WINDOW": spec.window_left >= 0,
-        "SOFT_CAP": spec.logits_soft_cap > 0,
-        "UPCAST": triton.knobs.runtime.interpret,
-    }
-
-
-def _tile_constants(tiles: KernelTiles) -> dict[str, int | bool]:
-    """Compile-time arguments of one kernel's tiles."""
-    return {"ROWS": tiles.rows, "TILE": tiles.tile, "STAGES": tiles.num_stages}
-
-
-def _blocks_of(count: int) -> int:
-    """Programs that plan `count` tokens or page ids."""
-    return -(-count // PLAN_BLOCK)
-
-
-def _size_of_capacity(capacity: Capacity) -> StepSize:
-    """Bounds of every step that fits, with one request more for the padding rows."""
-    return StepSize(capacity.max_batch_size + 1, capacity.max_tokens, capacity.max_pages)

@@ -123,25 +123,29 @@ class LongHopper:
 
     def launch(
         self,
-        maps: tuple[PageMap, PageMap],
+        pages: tuple[Tensor, Tensor],
         rows: tuple[Tensor, Tensor, Tensor | None],
         schedule: Pointers,
         numbers: tuple[int | float, ...],
-    ) -> None:
-        """Compute all long units.
+    ) -> bool:
+        """Compute all long units, if the copy engine reaches the cache; return whether it does.
 
         Args:
-            maps: Of K and of V.
+            pages: Of K and of V, as in the backend's `run`.
             rows: q, out and lse, as in the backend's `run`.
             schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
             numbers: num_kv_heads, window_left and the two factors of the scores.
         """
         q, out, lse = rows
-        k_map, v_map = maps
+        k_map, v_map = map(self.map_of, pages)
+        if k_map is None or v_map is None:
+            return False
+        tensors = _pointers_of((k_map, v_map), q, out, out if lse is None else lse)
         self._launches[lse is not None](
-            self._num_programs, _pointers_of(maps, q, out, out if lse is None else lse), schedule,
+            self._num_programs, tensors, schedule,
             *numbers, q.stride(0), out.stride(0), k_map.rows_per_page, v_map.rows_per_page,
         )  # fmt: skip
+        return True
 
     def _make_map(self, pages: Tensor) -> PageMap:
         num_pages, page_size, num_heads, head_dim = pages.shape

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.backends.triton.tiles import Tiles, padded_head_dim
+from pagedattn.capacity import Capacity
 from pagedattn.spec import AttentionSpec
 
 
@@ -18,6 +19,11 @@ class StepSize(NamedTuple):
     batch_size: int
     num_rows: int  # of q and out
     num_pages: int  # entries of kv_indices
+
+    @classmethod
+    def of_capacity(cls, capacity: Capacity) -> StepSize:
+        """The size that holds every step which fits."""
+        return cls(capacity.max_batch_size + 1, capacity.max_tokens, capacity.max_pages)
 
     def table_entries(self) -> list[int]:
         """Entries of qo_indptr, kv_indptr, kv_lens and kv_indices."""
@@ -40,13 +46,13 @@ class StepSize(NamedTuple):
         )
 
 
-def max_long_units(size: StepSize, group_size: int, tiles: Tiles) -> int:
-    """Row blocks of all long requests, at most."""
+def max_long_blocks(size: StepSize, group_size: int, tiles: Tiles) -> int:
+    """Row blocks of all long requests, at most: entries of long_units."""
     return size.batch_size + size.num_rows * group_size // tiles.long.rows
 
 
 def max_pieces(size: StepSize, spec: AttentionSpec, page_size: int, tiles: Tiles) -> int:
-    """Pieces of a batch-invariant step's shared row blocks, at most.
+    """Pieces of a batch-invariant step's shared row blocks, at most, over all KV heads.
 
     A request of `t` tiles and `b` blocks has at most `t / (min_piece * b) + 1` pieces a block: over
     all requests the sum of `t / min_piece + b`. Its last tile may be used in part only.
@@ -59,18 +65,21 @@ def max_pieces(size: StepSize, spec: AttentionSpec, page_size: int, tiles: Tiles
 
 @dataclass(frozen=True, eq=False)
 class ScheduleBuffers:
-    """Device memory of a schedule and of the pieces of shared row blocks; see `kernels/plan.py`."""
+    """Device memory of a schedule, and of the pieces of shared row blocks.
+
+    What is in the schedule says `kernels/plan.py`, what in which piece `kernels/merge.py`.
+    """
 
     header: Tensor  # i32[3]
     short_ends: Tensor  # i32[batch + 1]
     short_begin: Tensor  # i32[short chunks + 1]
     short_first: Tensor  # i32[short chunks]
     piece_ends: Tensor  # i32[batch + 1]
-    long_units: Tensor  # i32[long units, 2]
-    long_ends: Tensor  # i32[batch + 1]
-    long_turns: Tensor  # i32[2]: long units taken, programs done; 0 between launches
-    arrived: Tensor  # i32[short chunks * heads, or pieces]
-    slots: Tensor  # i64[rows]
+    long_units: Tensor  # i32[long blocks, 2]
+    long_ends: Tensor  # i32[batch + 1]  long blocks before each request: scratch of the plan
+    long_turns: Tensor  # i32[2]  long units taken, programs done; 0 between launches
+    arrived: Tensor  # i32[short chunks * heads, or pieces]  programs that left a piece of a block
+    slots: Tensor  # i64[rows]  of the new tokens
     piece_acc: Tensor  # f32[pieces, rows of a block, padded head_dim]
     piece_ml: Tensor  # f32[pieces, 2, rows of a block]
 
@@ -87,7 +96,7 @@ class ScheduleBuffers:
 
         Args:
             size: The largest step.
-            num_pieces: Pieces of a batch-invariant step, at most; `None`: two a chunk and head.
+            num_pieces: As `max_pieces`, where batch-invariant; `None`: two for a chunk and head.
             spec: The layer kind.
             tiles: Its tiles.
             device: Where the buffers are.
@@ -108,7 +117,7 @@ class ScheduleBuffers:
             short_begin=int32(chunks + 1),
             short_first=int32(chunks),
             piece_ends=int32(size.batch_size + 1),
-            long_units=int32(max_long_units(size, spec.group_size, tiles), 2),
+            long_units=int32(max_long_blocks(size, spec.group_size, tiles), 2),
             long_ends=int32(size.batch_size + 1),
             long_turns=int32(2).zero_(),
             arrived=int32(programs if num_pieces is None else num_pieces),

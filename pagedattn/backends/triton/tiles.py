@@ -50,7 +50,7 @@ class Tiles:
     max_short_rows: int  # a request with more packed rows goes to the long kernel
     min_chunk: int  # tiles that a program has at least: below, the merge costs more than it gains
     min_piece: int  # tiles of a piece of a batch-invariant request of one row block, at least
-    programs: int  # that are resident at once on one program per SM
+    programs: int  # that are resident at once where an SM has one
     short_chunks: int  # of the line of short work; every KV head has a program for each
 
     @property
