@@ -1,7 +1,9 @@
 """Host time of `plan` and `run`: our wrappers over FlashInfer's own, and a step of 32 layers.
 
 Medians over many steps; the GPU is waited for between steps and never inside one, so nothing but
-the host is timed. Both sides get the same host index tensors.
+the host is timed. Both sides get the same host index tensors, and take turns: the host's clock
+drifts by more than the two differ, so a difference is taken of neighbours in time and is itself a
+median.
 
     python benchmarks/flashinfer_host_cost.py --output benchmarks/results/flashinfer_host_cost.csv
 """
@@ -27,6 +29,9 @@ DEVICE = torch.device("cuda")
 TYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
 LAYERS = 32
 Call = Callable[[], object]
+Calls = tuple[Call, ...]
+PARTS = {"plan": slice(0, 1), "run": slice(1, 2), "plan + run": slice(0, 2)}
+WHO = ("FlashInfer", "ours", "ours - FlashInfer")
 
 
 class Step:
@@ -101,18 +106,23 @@ PAIRS = {  # what: (query tokens a request, FlashInfer's, ours)
 }
 
 
-def median_us(calls: tuple[Call, ...], repeats: int = 300) -> float:
+def medians_us(*sides: Calls, repeats: int = 300) -> list[float]:
+    """Host time of each side, and behind them of the last side over the first, all medians."""
     for _ in range(20):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        times.append(time.perf_counter() - begin)
-    return 1e6 * statistics.median(times)
+        for calls in sides:
+            seconds(calls)
+    times = [[seconds(calls) for calls in sides] for _ in range(repeats)]
+    columns = [*zip(*times, strict=True), [each[-1] - each[0] for each in times]]
+    return [1e6 * statistics.median(column) for column in columns]
+
+
+def seconds(calls: Calls) -> float:
+    """Host time of calls one after the other, from an idle GPU."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return time.perf_counter() - begin
 
 
 def layers_under_a_graph(step: Step) -> tuple[Call, Call]:
@@ -144,23 +154,22 @@ def rows_of(batch_size: int) -> list[dict[str, str]]:
         if "fa3" in what and torch.cuda.get_device_capability()[0] != 9:
             continue
         step = Step(batch_size, qo_len)
-        both = {"FlashInfer": theirs(step), "ours": ours(step)}
-        times = {}
-        for who, (plan, run) in both.items():
+        sides = theirs(step), ours(step)
+        for plan, _ in sides:
             plan()
-            parts = {"plan": (plan,), "run": (run,), "plan + run": (plan, run)}
-            times[who] = {part: median_us(calls) for part, calls in parts.items()}
-            rows += [row(batch_size, what, f"{who} {p}", t) for p, t in times[who].items()]
-        extra = times["ours"]["plan + run"] - times["FlashInfer"]["plan + run"]
-        rows.append(row(batch_size, what, "ours - FlashInfer", extra))
+        for part, chosen in PARTS.items():
+            medians = medians_us(*(side[chosen] for side in sides))
+            for who, median in zip(WHO, medians, strict=True):
+                rows.append(row(batch_size, what, f"{part}: {who}", median))
     plan, replay = layers_under_a_graph(Step(batch_size, 1))
-    rows.append(row(batch_size, f"{LAYERS} layers", "plan", median_us((plan,))))
-    rows.append(row(batch_size, f"{LAYERS} layers", "plan + replay", median_us((plan, replay))))
+    for part, calls in {"plan": (plan,), "plan + replay": (plan, replay)}.items():
+        median, _ = medians_us(calls)
+        rows.append(row(batch_size, f"{LAYERS} layers", part, median))
     return rows
 
 
 def row(batch_size: int, what: str, measure: str, value: float) -> dict[str, str]:
-    print(f"batch {batch_size:4}  {what:24} {measure:24} {value:9.1f} us", flush=True)
+    print(f"batch {batch_size:4}  {what:24} {measure:30} {value:9.1f} us", flush=True)
     return {"batch": str(batch_size), "what": what, "measure": measure, "us": f"{value:.1f}"}
 
 
