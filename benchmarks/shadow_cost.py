@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from pagedattn import AttentionSpec, PagedAttention, PageTable, Shadow
-from pagedattn.attention import resolve_device
+from pagedattn.device import resolve_device
 from pagedattn.checking import arbitration
 from pagedattn.checking.choice import interpret_on_cpu
 from pagedattn.checking.step import Step

@@ -20,7 +20,6 @@ What the parameters mean, for every backend alike:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,8 @@ from torch import Tensor
 
 from pagedattn.backends import UnsupportedSpec, load_backend, unsupported_reasons
 from pagedattn.capacity import Capacity
-from pagedattn.operators import register, run_into
+from pagedattn.device import is_capturing, on_device, resolve_device
+from pagedattn.operators import dispatch, layer_of, register
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
@@ -45,8 +45,6 @@ from pagedattn.validation import (
     split_kv_cache,
 )
 from pagedattn.watch import Watch, Watcher
-
-_NOTHING = nullcontext()  # what `on_device` enters where nothing is to be done; it has no state
 
 
 class AttentionOutput(NamedTuple):
@@ -278,20 +276,16 @@ class PagedAttention:
             self._check_run(step, q, kv_cache, out, lse)
             self._accepted = layouts
         if step.num_rows:
-            k_pages, v_pages = halves_of(_layer_of(kv_cache))
+            k_pages, v_pages = halves_of(layer_of(kv_cache))
             with on_device(self.device):
                 self._backend.run(q, k_pages, v_pages, out, lse)
             if self.shadow is not None and step.is_watched:
                 self.shadow.after_run(q, k_pages, v_pages, out, lse)
 
     def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        parts = [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
         if out is None:  # empty_like: a third of what empty costs the host
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if torch.compiler.is_compiling():
-            run_into(q, parts, out, lse, self.number)
-        else:
-            self.run_checked(q, parts, out, lse)
+        dispatch(self, q, kv_cache, out, lse)
         return out
 
     def _check_run(
@@ -299,7 +293,7 @@ class PagedAttention:
     ) -> None:
         """Check what `run` was given; only shapes, strides, dtypes and devices are asked for."""
         check_query(q, "q", self.spec, step.num_rows, self.device)
-        layer = _layer_of(kv_cache)
+        layer = layer_of(kv_cache)
         split_kv_cache(layer, self.spec, self.page_size, step.num_pages, self.device)
         if lse is not None:
             check_lse(lse, self.spec, step.num_rows, self.device)
@@ -344,24 +338,3 @@ class PagedAttention:
             f"device='{self.device}', capacity={self.capacity}, "
             f"batch_invariant={self.batch_invariant}) with {plan}"
         )
-
-
-def _layer_of(kv_cache: Sequence[Tensor]) -> KVCache:
-    return kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one: kernels launch there, wherever their tensors are."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Name a device fully: `None` is the current GPU or the CPU, "cuda" the current GPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

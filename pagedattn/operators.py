@@ -16,9 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pagedattn.validation import KVCache
+
 
 class Runnable(Protocol):
     """What an operator calls."""
+
+    number: int
+    """From `register`."""
 
     def run_checked(
         self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
@@ -37,6 +42,22 @@ def register(runnable: Runnable) -> int:
     number = next(_NUMBERS)
     _RUNNABLES[number] = runnable
     return number
+
+
+def dispatch(
+    runnable: Runnable, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None
+) -> None:
+    """Call `run_checked`, by the operator where a compiler looks on, else without its cost."""
+    parts = [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
+    if torch.compiler.is_compiling():
+        run_into(q, parts, out, lse, runnable.number)
+    else:
+        runnable.run_checked(q, parts, out, lse)
+
+
+def layer_of(parts: Sequence[Tensor]) -> KVCache:
+    """One layer's cache, from how an operator takes it: one tensor, or keys and values."""
+    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
 
 @torch.library.custom_op("pagedattn::run_into", mutates_args=("out", "lse"))

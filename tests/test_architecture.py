@@ -13,6 +13,7 @@ ROOT = Path(pagedattn.__file__).parent
 # The longest matching prefix of a module's path decides its floor.
 FLOORS = {
     "spec": 0,
+    "device": 0,
     "page_table": 0,
     "capacity": 0,
     "validation": 1,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn.attention import resolve_device
+from pagedattn.device import resolve_device
 from pagedattn.backends import unsupported_reasons
 from pagedattn.spec import AttentionSpec
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn.attention import resolve_device
+from pagedattn.device import resolve_device
 from pagedattn.backends import unsupported_reasons
 from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable, write_slots

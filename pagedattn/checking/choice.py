@@ -13,7 +13,7 @@ import click
 import torch
 from rich.console import Console
 
-from pagedattn.attention import resolve_device
+from pagedattn.device import resolve_device
 from pagedattn.backends import backend_names, unsupported_reasons
 from pagedattn.checking.subject import Subject
 from pagedattn.checking.target import target_subject

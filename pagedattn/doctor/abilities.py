@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from pagedattn.attention import resolve_device
+from pagedattn.device import resolve_device
 from pagedattn.backends import backend_names, unsupported_reasons
 from pagedattn.doctor.machine import Machine, missing_compilers
 from pagedattn.spec import AttentionSpec
