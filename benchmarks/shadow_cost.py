@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from pagedattn import AttentionSpec, PagedAttention, PageTable, Shadow
-from pagedattn.device import resolve_device
 from pagedattn.checking import arbitration
 from pagedattn.checking.choice import interpret_on_cpu
 from pagedattn.checking.step import Step
+from pagedattn.device import resolve_device
 from pagedattn.toolchain import FLASHINFER_PACKAGE, package_version
 
 PAGE_SIZE = 16

@@ -28,9 +28,10 @@ from pagedattn.backends.flashinfer.defects import (
     LSE_WITHOUT_KEYS,
     Call,
 )
-from pagedattn.backends.flashinfer.host_step import HostStep, separate_rows_without_keys
+from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.kernel_choice import has_fa3
 from pagedattn.backends.flashinfer.library import flashinfer_version
+from pagedattn.backends.flashinfer.prefill_step import separate_rows_without_keys
 
 
 def on_hopper(device: torch.device) -> torch.device:

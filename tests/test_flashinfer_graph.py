@@ -187,4 +187,4 @@ def test_a_captured_run_serves_every_later_plan_from_dirty_workspaces(device, ma
 
 def float_workspaces(wrapper) -> list[torch.Tensor]:
     halves = [getattr(wrapper, name, None) for name in ("_decode", "_prefill")]
-    return [w.float_workspace for w in [wrapper, *halves] if w is not None]
+    return [w.float_workspace for w in [wrapper, *halves] if hasattr(w, "float_workspace")]

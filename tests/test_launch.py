@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn.device import resolve_device
 from pagedattn.backends import unsupported_reasons
+from pagedattn.device import resolve_device
 from pagedattn.spec import AttentionSpec
 
 REASONS = unsupported_reasons("triton", AttentionSpec(1, 1, 16), 16, resolve_device(None))

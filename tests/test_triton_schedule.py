@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn.device import resolve_device
 from pagedattn.backends import unsupported_reasons
 from pagedattn.capacity import Capacity
+from pagedattn.device import resolve_device
 from pagedattn.page_table import PageTable, write_slots
 from pagedattn.spec import AttentionSpec
 

@@ -13,10 +13,10 @@ import click
 import torch
 from rich.console import Console
 
-from pagedattn.device import resolve_device
 from pagedattn.backends import backend_names, unsupported_reasons
 from pagedattn.checking.subject import Subject
 from pagedattn.checking.target import target_subject
+from pagedattn.device import resolve_device
 from pagedattn.spec import AttentionSpec
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from pagedattn.device import resolve_device
 from pagedattn.backends import backend_names, unsupported_reasons
+from pagedattn.device import resolve_device
 from pagedattn.doctor.machine import Machine, missing_compilers
 from pagedattn.spec import AttentionSpec
 from pagedattn.toolchain import FLASHINFER_PACKAGE

@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from pagedattn.device import resolve_device
 from pagedattn.backends.flashinfer.library import Version, flashinfer_version
 from pagedattn.backends.flashinfer.need import DeviceFacts
 from pagedattn.capacity import Capacity
+from pagedattn.device import resolve_device
 from pagedattn.explain.answers import (
     H200,
     Answer,

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
-from pagedattn.backends.flashinfer.host_step import (
-    HostStep,
-    pad_decode_step,
-    read_step,
-    token_slots,
-)
-from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.host_step import HostStep, pad_decode_step
+from pagedattn.backends.flashinfer.kernel import Kernel
 from pagedattn.backends.flashinfer.kernel_choice import KERNELS
-from pagedattn.backends.flashinfer.library import (
-    flashinfer_version,
-    load_flashinfer,
-)
+from pagedattn.backends.flashinfer.kernel_wrapper import KernelWrapper, PreparedStep
+from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
 from pagedattn.backends.flashinfer.need import DeviceFacts, decode_need
-from pagedattn.backends.flashinfer.paged_wrapper import (
-    NO_SLOTS,
-    Capacity,
-    PagedWrapper,
-    PlannedStep,
-    check_fits,
-    require_sizes,
-    slot_arrays,
-)
-from pagedattn.backends.flashinfer.planner import PlanCall
-from pagedattn.backends.flashinfer.step_arrays import StepArrays
+from pagedattn.backends.flashinfer.sizes import Capacity, check_fits, require_sizes
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
 
@@ -56,10 +40,14 @@ _OURS = frozenset(
         "is_causal",
     ]
 )
-_INDEX_ARRAYS = ("kv_indptr", "last_page_len", "kv_lens")
+_STATIC_BUFFERS = {
+    "paged_kv_indptr_buffer": "kv_indptr",
+    "paged_kv_indices_buffer": "kv_indices",
+    "paged_kv_last_page_len_buffer": "last_page_len",
+}
 
 
-class FlashInferDecodeWrapper(PagedWrapper):
+class FlashInferDecodeWrapper(KernelWrapper):
     """Paged attention of one new token a request, through FlashInfer's tensor-core decode.
 
     Index tensors may be, and should be, on the CPU: FlashInfer needs them there, and tensors on the
@@ -86,6 +74,8 @@ class FlashInferDecodeWrapper(PagedWrapper):
             the backend is not one for decode.
     """
 
+    index_arrays = ("kv_indptr", "last_page_len", "kv_lens")
+
     def __init__(
         self,
         workspace_buffer: Tensor | Workspace,
@@ -109,15 +99,6 @@ class FlashInferDecodeWrapper(PagedWrapper):
             capacity = Capacity(batch_size or 0, batch_size or 0, max_num_pages or 0)
         spec = AttentionSpec(num_qo_heads, num_kv_heads, head_dim)
         super().__init__(workspace_buffer, spec, page_size, device, capacity, enable_nvtx)
-        self._arrays = StepArrays(
-            self.device,
-            {
-                **dict.fromkeys(_INDEX_ARRAYS, torch.int32),
-                **slot_arrays(accelerator_graph),
-                "kv_indices": torch.int32,
-            },
-            self._entries(),
-        )
         self._kernel: Kernel | None = None
 
     def plan(
@@ -147,91 +128,33 @@ class FlashInferDecodeWrapper(PagedWrapper):
                 the wrapper is without a plan until the next good one.
             TypeError: FlashInfer does not know an option, or this wrapper sets it itself.
         """
-        with self._range("plan"):
-            spec = self._begin_plan(dtype, True, window_left)
-            step = read_step(
-                None,
-                paged_kv_indptr,
-                paged_kv_indices,
-                paged_kv_last_page_len,
-                self.page_size,
-                kv_lens,
-            )
-            self.plan_step(step, spec, kwargs)
+        arrays = (None, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._plan(arrays, kv_lens, (dtype, True, window_left), kwargs)
 
-    def plan_step(
-        self,
-        step: HostStep,
-        spec: AttentionSpec,
-        options: dict[str, Any],
-        stage_slots: bool = True,
-    ) -> None:
-        """Plan a step that has been checked.
-
-        Args:
-            step: One token a request.
-            spec: Window and dtype; its scale and soft cap are not read.
-            options: For FlashInfer's plan.
-            stage_slots: Whether to say where new tokens belong.
-        """
-        self._step = None
+    def prepare(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> PreparedStep:
+        """See `KernelWrapper`; the step has one token a request."""
         if self._kernel is None:
             self._kernel = self._make_kernel()
         self._kernel.check_options(options, _OURS)
-        choice = None
-        num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
+        choice = self._choice("fa2", spec, options)
         if self.capacity is not None:
-            choice = (spec.dtype, spec.window_left, tuple(sorted(options.items())))
-            self._freeze(choice)
             check_fits(
                 batch_size=(step.batch_size, self.capacity.batch_size),
                 max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
             )
-        slots = token_slots(step, num_tokens) if stage_slots else NO_SLOTS
-        if self.capacity is not None:
             step = pad_decode_step(step, self.capacity.batch_size, self.sink_page)
-        arrays = self._arrays
-        self._upload((step.kv_indptr, step.last_page_len, step.kv_lens), slots, step.kv_indices)
-        try:
-            if step.batch_size:
-                self._kernel.plan(PlanCall(step, arrays, spec, options))
-        finally:
-            arrays.hold()  # FlashInfer copies from page-locked memory too
-        self._frozen = choice
-        kernel = self._kernel if step.batch_size else None
-        self._step = PlannedStep(kernel, spec, step.num_tokens, step.num_pages)
+        return PreparedStep(self._kernel, step, spec, options, choice)
 
-    def _entries(self) -> list[int] | None:
-        """Entries of every array at capacity; a padding row may read a page each."""
-        if self.capacity is None:
-            return None
-        batch = self.capacity.batch_size
-        return [batch + 1, *[batch] * 5, self.capacity.num_pages + batch]
+    def _entries(self, capacity: Capacity) -> list[int]:
+        batch = capacity.batch_size
+        num_pages = capacity.num_pages + batch  # each padding row may read one
+        return [batch + 1, *[batch] * 5, num_pages]
 
     def _make_kernel(self) -> Kernel:
-        buffers: dict[str, Any] = {}
-        if self.accelerator_graph:
-            buffers = {
-                "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": self._arrays.fixed("kv_indptr"),
-                "paged_kv_indices_buffer": self._arrays.fixed("kv_indices"),
-                "paged_kv_last_page_len_buffer": self._arrays.fixed("last_page_len"),
-            }
-        with on_device(self.device):
-            library = load_flashinfer()
-            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-                self.float_workspace, "NHD", use_tensor_cores=True, backend="fa2", **buffers
-            )
+        library = load_flashinfer()
         version = flashinfer_version(library)
-        kernel = Kernel(
-            wrapper,
-            "fa2",
-            version,
-            self._workspace,
-            self._arrays.ring,
-            decodes=True,
-            fixed=self.accelerator_graph,
-        )
+        build = partial(library.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=True)
+        kernel = self._kernel_of(build, "fa2", version, _STATIC_BUFFERS, decodes=True)
         if self.capacity is not None and self.device.type == "cuda":
             facts = DeviceFacts.of(self.device)
             need = decode_need(self.spec, self.capacity.batch_size, facts, version)

@@ -5,7 +5,7 @@ In numpy: on arrays this small a torch operation costs five times as much, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedattn.page_table import PageTable, slots_of_arrays
+from pagedattn.page_table import PageTable
 from pagedattn.validation import check_index_tensor, check_indptr, lens_of_last_pages
 
 Ints = NDArray[np.int32]
@@ -150,64 +150,6 @@ def pad_decode_step(step: HostStep, batch_size: int, sink_page: int | None) -> H
     ids = np.full(keys * len(ends), sink_page or 0, dtype=np.int32)
     lens = np.full(len(ends), keys, dtype=np.int32)
     return _append(step, step.num_tokens + ends, len(step.kv_indices) + keys * ends, ids, lens)
-
-
-def token_slots(step: HostStep, num_tokens: int) -> NDArray[np.int64]:
-    """i64[num_tokens]: `pagedattn.page_table.write_slots` of a step, and -1 behind them."""
-    if step.decodes:
-        last_page = step.kv_indices[step.kv_indptr[1:] - 1]
-        slots = np.multiply(last_page, step.page_size, dtype=np.int64)
-        slots += step.last_page_len
-        slots -= 1
-    else:
-        arrays = (step.qo_indptr, step.kv_indptr, step.kv_indices, step.kv_lens)
-        slots = slots_of_arrays(*arrays, step.page_size)
-    if len(slots) == num_tokens:
-        return slots
-    return np.concatenate([slots, np.full(num_tokens - len(slots), -1, dtype=np.int64)])
-
-
-def pages_and_places(
-    slots: NDArray[np.int64], page_size: int, sink_page: int | None
-) -> list[NDArray[np.int64]]:
-    """i64[tokens] pages and i64[tokens] places inside them; without a slot, of the sink page or -1.
-
-    Args:
-        slots: i64[tokens], -1 for a token without one.
-        page_size: Tokens in one page.
-        sink_page: Where padding may be written.
-    """
-    page = slots // page_size
-    place = slots - page * page_size
-    has_none = slots < 0
-    page[has_none] = -1 if sink_page is None else sink_page
-    place[has_none] = -1 if sink_page is None else 0
-    return [page, place]
-
-
-def separate_rows_without_keys(step: HostStep, min_keys: int = 1) -> HostStep:
-    """Make the queries that a causal mask leaves without a key requests of their own, without keys.
-
-    FlashInfer's kernels are wrong where such queries share a request with others: see `defects.py`.
-
-    Args:
-        step: The step.
-        min_keys: Requests with fewer keys stay as they are.
-    """
-    shorter = step.qo_lens > step.kv_lens
-    if not np.count_nonzero(shorter):
-        return step
-    shared = np.flatnonzero(shorter & (step.kv_lens >= min_keys))
-    if not len(shared):
-        return step
-    first_with_key = step.qo_indptr[shared + 1] - step.kv_lens[shared]
-    return replace(
-        step,
-        qo_indptr=np.insert(step.qo_indptr, shared + 1, first_with_key),
-        kv_indptr=np.insert(step.kv_indptr, shared + 1, step.kv_indptr[shared]),
-        kv_lens=np.insert(step.kv_lens, shared, 0),
-        last_page_len=np.insert(step.last_page_len, shared, 0),
-    )
 
 
 def _append(step: HostStep, qo_ends: Ints, kv_ends: Ints, ids: Ints, lens: Ints) -> HostStep:

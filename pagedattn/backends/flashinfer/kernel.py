@@ -7,7 +7,6 @@ the kernels would misread.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -21,13 +20,11 @@ from pagedattn.backends.flashinfer.planner import LAST_ARGUMENTS, PlanCall, Plan
 from pagedattn.backends.flashinfer.runner import Runner
 from pagedattn.backends.flashinfer.schedules import PinnedSchedules
 from pagedattn.backends.flashinfer.workspace import Workspace, WorkspaceTooSmall
+from pagedattn.device import on_device
 from pagedattn.staging import PinnedRing
 
 _LOAD_BYTES = 16
 """The kernels load this many bytes at once, from addresses that are multiples of it."""
-
-NOTHING = contextlib.nullcontext()
-"""The context of what needs none; it has no state."""
 
 
 class Kernel:
@@ -180,13 +177,6 @@ class Kernel:
                 f"fa3 needs keys and values with one stride, got {k_pages.stride()} and "
                 f"{v_pages.stride()}"
             )
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device current: FlashInfer launches on the current one, not on its tensors'."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return NOTHING
-    return torch.cuda.device(device)
 
 
 def _loadable(q: Tensor) -> Tensor:

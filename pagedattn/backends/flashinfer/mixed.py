@@ -11,20 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
-from pagedattn.backends.flashinfer.host_step import HostStep, read_step, token_slots
-from pagedattn.backends.flashinfer.kernel import NOTHING, on_device
+from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.mixed_step import split_step
-from pagedattn.backends.flashinfer.paged_wrapper import (
-    Capacity,
-    PagedWrapper,
-    PlannedStep,
-    check_fits,
-    require_sizes,
-    slot_arrays,
-)
+from pagedattn.backends.flashinfer.paged_wrapper import PagedWrapper, PlannedStep
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
+from pagedattn.backends.flashinfer.sizes import Capacity, check_step_fits, require_sizes
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
+from pagedattn.backends.flashinfer.token_slots import slot_arrays, token_slots
 from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.device import NOTHING, on_device
 from pagedattn.kernels.rows import gather_rows, scatter_rows
 from pagedattn.spec import AttentionSpec
 
@@ -51,10 +46,7 @@ class MixedWrapper(PagedWrapper):
                 prefill.capacity.num_tokens,
                 prefill.capacity.num_pages,
             )
-        workspace = torch.empty(
-            0, dtype=torch.uint8, device=decode.device
-        )  # the halves have theirs
-        super().__init__(workspace, decode.spec, decode.page_size, decode.device, capacity, False)
+        super().__init__(decode.spec, decode.page_size, decode.device, capacity, False)
         self.max_prefill_rows = max_prefill_rows
         self._decode = decode
         self._prefill = prefill
@@ -86,42 +78,26 @@ class MixedWrapper(PagedWrapper):
         **kwargs: Any,
     ) -> None:
         """Make ready for a step; see `FlashInferPrefillWrapper.plan`, whose arguments these are."""
-        with self._range("plan"):
-            spec = self._begin_plan(dtype, causal, window_left)
-            step = read_step(
-                qo_indptr,
-                paged_kv_indptr,
-                paged_kv_indices,
-                paged_kv_last_page_len,
-                self.page_size,
-                kv_lens,
-            )
-            self.plan_step(step, spec, kwargs)
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._plan(arrays, kv_lens, (dtype, causal, window_left), kwargs)
 
     def plan_step(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> None:
-        """Plan a step that has been checked; new tokens' slots are staged here, not by the halves.
-
-        Args:
-            step: The step.
-            spec: Mask and dtype; its scale and soft cap are not read.
-            options: For FlashInfer's plans.
-        """
+        """See `PagedWrapper`; new tokens' slots are staged here, not by the halves."""
         self._step = None
         parts = split_step(step, causal=spec.causal, last_gap=self.capacity is None)
         num_rows, num_pages = step.num_tokens, step.num_pages
         if self.capacity is not None:
-            check_fits(
-                batch_size=(step.batch_size, self.capacity.batch_size),
-                max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
-                max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
-                max_prefill_rows=(parts.num_prompts, self.max_prefill_rows or 0),
-            )
+            prompts = parts.num_prompts, self.max_prefill_rows or 0
+            check_step_fits(step, self.capacity, max_prefill_rows=prompts)
             num_rows = self.capacity.num_tokens
             num_pages = max(num_pages, 0 if self.sink_page is None else self.sink_page + 1)
         for half in (self._decode, self._prefill):
             half.sink_page = self.sink_page
-        self._decode.plan_step(parts.decode, spec, options, stage_slots=False)
-        self._prefill.plan_step(parts.prefill, spec, options, stage_slots=False)
+        # either may refuse, and the first plan of a half in graph mode fixes its choices
+        decode = self._decode.prepare(parts.decode, spec, options)
+        prefill = self._prefill.prepare(parts.prefill, spec, options)
+        self._decode.plan_prepared(decode)
+        self._prefill.plan_prepared(prefill)
         self._stage_rows(step, num_rows, parts.decode_places, spec)
         self._step = PlannedStep(None, spec, num_rows, num_pages)
 

@@ -6,48 +6,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.defects import (
-    FA2_ROWS_WITHOUT_KEYS,
-    FA2_SMALLEST_TILE,
-    FA2_WINDOW_WITHOUT_MASK,
-    FA3_ROWS_WITHOUT_KEYS,
-    FA3_WINDOW,
-    Call,
-)
+from pagedattn.backends.flashinfer.defects import FA3_WINDOW, Call
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
-from pagedattn.backends.flashinfer.host_step import (
-    HostStep,
-    pad_step,
-    read_step,
-    separate_rows_without_keys,
-    token_slots,
-)
-from pagedattn.backends.flashinfer.kernel import Kernel, on_device
+from pagedattn.backends.flashinfer.host_step import HostStep, pad_step
+from pagedattn.backends.flashinfer.kernel import Kernel
 from pagedattn.backends.flashinfer.kernel_choice import (
     KERNELS,
     graph_prefill_kernel,
     has_fa3,
     prefill_kernel,
 )
-from pagedattn.backends.flashinfer.library import (
-    flashinfer_version,
-    load_flashinfer,
-)
+from pagedattn.backends.flashinfer.kernel_wrapper import KernelWrapper, PreparedStep
+from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
 from pagedattn.backends.flashinfer.need import DeviceFacts, prefill_need
-from pagedattn.backends.flashinfer.paged_wrapper import (
-    NO_SLOTS,
-    Capacity,
-    PagedWrapper,
-    PlannedStep,
-    check_fits,
-    require_sizes,
-    slot_arrays,
-)
-from pagedattn.backends.flashinfer.planner import PlanCall
-from pagedattn.backends.flashinfer.step_arrays import StepArrays
+from pagedattn.backends.flashinfer.prefill_step import safe_options, safe_requests
+from pagedattn.backends.flashinfer.sizes import Capacity, check_step_fits, require_sizes
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.spec import AttentionSpec
 
@@ -74,10 +49,15 @@ _OURS = frozenset(
         "max_sequence_kv",
     ]
 )
-_INDEX_ARRAYS = ("qo_indptr", "kv_indptr", "last_page_len", "kv_lens")
+_STATIC_BUFFERS = {
+    "qo_indptr_buf": "qo_indptr",
+    "paged_kv_indptr_buf": "kv_indptr",
+    "paged_kv_indices_buf": "kv_indices",
+    "paged_kv_last_page_len_buf": "last_page_len",
+}
 
 
-class FlashInferPrefillWrapper(PagedWrapper):
+class FlashInferPrefillWrapper(KernelWrapper):
     """Paged attention of queries of any length, through FlashInfer's prefill kernels.
 
     Index tensors may be, and should be, on the CPU: FlashInfer needs them there, and tensors on the
@@ -105,6 +85,8 @@ class FlashInferPrefillWrapper(PagedWrapper):
         ValueError: A size is missing or out of its range, FlashInfer cannot compute `head_dim`, or
             there is no such backend.
     """
+
+    index_arrays = ("qo_indptr", "kv_indptr", "last_page_len", "kv_lens")
 
     def __init__(
         self,
@@ -139,15 +121,6 @@ class FlashInferPrefillWrapper(PagedWrapper):
         self._library = load_flashinfer()
         self._version = flashinfer_version(self._library)
         self._kernels: dict[str, Kernel] = {}
-        self._arrays = StepArrays(
-            self.device,
-            {
-                **dict.fromkeys(_INDEX_ARRAYS, torch.int32),
-                **slot_arrays(accelerator_graph),
-                "kv_indices": torch.int32,
-            },
-            self._entries(),
-        )
 
     def plan(
         self,
@@ -179,53 +152,25 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 the wrapper is without a plan until the next good one.
             TypeError: FlashInfer does not know an option, or this wrapper sets it itself.
         """
-        with self._range("plan"):
-            spec = self._begin_plan(dtype, causal, window_left)
-            step = read_step(
-                qo_indptr,
-                paged_kv_indptr,
-                paged_kv_indices,
-                paged_kv_last_page_len,
-                self.page_size,
-                kv_lens,
-            )
-            self.plan_step(step, spec, kwargs)
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._plan(arrays, kv_lens, (dtype, causal, window_left), kwargs)
 
-    def plan_step(
-        self,
-        step: HostStep,
-        spec: AttentionSpec,
-        options: dict[str, Any],
-        stage_slots: bool = True,
-    ) -> None:
-        """Plan a step that has been checked.
-
-        Args:
-            step: The step.
-            spec: Mask and dtype; its scale and soft cap are not read.
-            options: For FlashInfer's plan.
-            stage_slots: Whether to say where new tokens belong.
-        """
-        self._step = None
+    def prepare(self, step: HostStep, spec: AttentionSpec, options: dict[str, Any]) -> PreparedStep:
+        """See `KernelWrapper`."""
         name = self._choose(step, spec)
         call = Call(self._version, name, spec.causal, spec.window_left)
-        if FA2_WINDOW_WITHOUT_MASK.hits(call):
-            options = _without_splitting(options)
-        choice = None
-        if self.capacity is not None:
-            choice = (name, spec, tuple(sorted(options.items())))
-            self._freeze(choice)
-        requests = self._requests_of(step, call)
-        num_tokens = step.num_tokens if self.capacity is None else self.capacity.num_tokens
-        slots = token_slots(step, num_tokens) if stage_slots else NO_SLOTS
-        if self.capacity is not None:
-            requests = pad_step(requests, self.capacity.batch_size + 1, num_tokens)
+        options = safe_options(options, call)
+        choice = self._choice(name, spec, options)
+        if self.capacity is None:
+            requests = safe_requests(step, call, None)
+        else:
+            check_step_fits(step, self.capacity)
+            batch_size, num_tokens = self.capacity.batch_size, self.capacity.num_tokens
+            requests = safe_requests(step, call, batch_size)
+            requests = pad_step(requests, batch_size + 1, num_tokens)
         kernel = self._kernel(name)
         kernel.check_options(options, _OURS)
-        self._stage_and_plan(kernel, requests, spec, options, slots)
-        self._frozen = choice
-        planned = kernel if num_tokens else None
-        self._step = PlannedStep(planned, spec, num_tokens, requests.num_pages)
+        return PreparedStep(kernel, requests, spec, options, choice)
 
     def _choose(self, step: HostStep, spec: AttentionSpec) -> str:
         """The kernel for a step; in graph mode for the capacity."""
@@ -245,81 +190,14 @@ class FlashInferPrefillWrapper(PagedWrapper):
             )
         return name
 
-    def _requests_of(self, step: HostStep, call: Call) -> HostStep:
-        """The requests that a step is computed as; in graph mode they and the step must fit."""
-        requests = separate_rows_without_keys(step) if call.causal else step
-        if self.capacity is None:
-            return requests
-        check_fits(
-            batch_size=(step.batch_size, self.capacity.batch_size),
-            max_total_tokens=(step.num_tokens, self.capacity.num_tokens),
-            max_num_pages=(len(step.kv_indices), self.capacity.num_pages),
-        )
-        if requests.batch_size <= self.capacity.batch_size:
-            return requests
-        requests = step
-        if FA2_ROWS_WITHOUT_KEYS.hits(call):
-            requests = separate_rows_without_keys(step, FA2_SMALLEST_TILE)
-        elif FA3_ROWS_WITHOUT_KEYS.hits(call):
-            requests = separate_rows_without_keys(step)
-        if requests.batch_size > self.capacity.batch_size:
-            raise ValueError(
-                f"{requests.batch_size - step.batch_size} requests have more queries than keys, "
-                "and FlashInfer computes their queries without keys as requests of their own: "
-                f"raise batch_size (max_batch_size of a Capacity) to {requests.batch_size}, got "
-                f"{self.capacity.batch_size}"
-            )
-        return requests
-
-    def _stage_and_plan(
-        self,
-        kernel: Kernel,
-        step: HostStep,
-        spec: AttentionSpec,
-        options: dict[str, Any],
-        slots: NDArray[np.int64],
-    ) -> None:
-        """Send the step and its tokens' slots over, and have FlashInfer plan it."""
-        arrays = self._arrays
-        index = (step.qo_indptr, step.kv_indptr, step.last_page_len, step.kv_lens)
-        self._upload(index, slots, step.kv_indices)
-        try:
-            if step.num_tokens:
-                kernel.plan(PlanCall(step, arrays, spec, options))
-        finally:
-            arrays.hold()  # FlashInfer copies from page-locked memory too
-
-    def _entries(self) -> list[int] | None:
-        """Entries of every array at capacity, the added padding request included."""
-        if self.capacity is None:
-            return None
-        batch, tokens = self.capacity.batch_size + 1, self.capacity.num_tokens
-        return [batch + 1, batch + 1, batch, batch, *[tokens] * 3, self.capacity.num_pages]
+    def _entries(self, capacity: Capacity) -> list[int]:
+        batch, tokens = capacity.batch_size + 1, capacity.num_tokens  # one request is padding
+        return [batch + 1, batch + 1, batch, batch, *[tokens] * 3, capacity.num_pages]
 
     def _kernel(self, name: str) -> Kernel:
         if name not in self._kernels:
-            buffers: dict[str, Any] = {}
-            if self.capacity is not None:
-                buffers = {
-                    "use_cuda_graph": True,
-                    "qo_indptr_buf": self._arrays.fixed("qo_indptr"),
-                    "paged_kv_indptr_buf": self._arrays.fixed("kv_indptr"),
-                    "paged_kv_indices_buf": self._arrays.fixed("kv_indices"),
-                    "paged_kv_last_page_len_buf": self._arrays.fixed("last_page_len"),
-                }
-            with on_device(self.device):
-                wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-                    self.float_workspace, "NHD", backend=name, **buffers
-                )
-            kernel = Kernel(
-                wrapper,
-                name,
-                self._version,
-                self._workspace,
-                self._arrays.ring,
-                decodes=False,
-                fixed=self.accelerator_graph,
-            )
+            build = self._library.BatchPrefillWithPagedKVCacheWrapper
+            kernel = self._kernel_of(build, name, self._version, _STATIC_BUFFERS, decodes=False)
             if self.capacity is not None and self.device.type == "cuda":
                 facts = DeviceFacts.of(self.device)
                 sizes = self.capacity.batch_size, self.capacity.num_tokens
@@ -327,13 +205,3 @@ class FlashInferPrefillWrapper(PagedWrapper):
                 kernel.set_integer_bytes(need.int_bytes)
             self._kernels[name] = kernel
         return self._kernels[name]
-
-
-def _without_splitting(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with `disable_split_kv=True`, which the step needs to be right."""
-    if options.get("disable_split_kv") is False:
-        raise ValueError(
-            "disable_split_kv=False with a window and no causal mask: FlashInfer's split is wrong "
-            f"there ({FA2_WINDOW_WITHOUT_MASK.report})"
-        )
-    return {**options, "disable_split_kv": True}

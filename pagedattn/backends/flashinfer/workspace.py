@@ -54,6 +54,15 @@ def workspace_bytes(declared_mb: float | None = None) -> int:
     return num_bytes
 
 
+def check_workspace(tensor: Tensor, name: str) -> None:
+    """Require memory in one piece: planners take its length for its size."""
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous with shape [bytes], got {list(tensor.shape)} with stride "
+            f"{tensor.stride()}"
+        )
+
+
 class Workspace:
     """A float workspace that several wrappers may share, one kernel after the other in one stream.
 
@@ -80,11 +89,7 @@ class Workspace:
         sealed: bool = False,
         floor: str = SIZE_VARIABLES[0],
     ) -> None:
-        if tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"workspace {name!r} must be contiguous with shape [bytes], got "
-                f"{list(tensor.shape)} with stride {tensor.stride()}"
-            )
+        check_workspace(tensor, f"workspace {name!r}")
         self.tensor = tensor
         self.name = name
         self.sealed = sealed
