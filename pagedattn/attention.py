@@ -142,8 +142,11 @@ class PagedAttention:
         Raises:
             ValueError: The table or `qo_indptr` is wrong, or exceeds the capacity. The object is
                 then without a plan until the next good one.
+            RuntimeError: A CUDA graph is being captured.
         """
         self._step = None
+        if is_capturing(self.device):
+            raise RuntimeError("plan() cannot be captured in a CUDA graph: plan before the capture")
         table = page_table if page_table.kv_lens.is_cpu else page_table.to("cpu")
         num_pages = check_page_table(table, self.page_size)
         batch_size, num_table_pages = len(table.arrays.kv_lens), len(table.arrays.kv_indices)

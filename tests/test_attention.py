@@ -316,6 +316,17 @@ def test_capturing_without_a_capacity_raises(attn, device):
 
 
 @pytest.mark.gpu
+def test_a_plan_cannot_be_captured(attn, device):
+    step = step_of(device)
+    run(attn, step)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="plan before the capture"), torch.cuda.graph(graph):
+        attn.plan(step.page_table, step.qo_indptr)
+    torch.cuda.synchronize()
+    run(attn, step)
+
+
+@pytest.mark.gpu
 def test_tensors_on_the_host_are_refused_by_name(attn, device):
     step = step_of(device)
     attn.plan(step.page_table, step.qo_indptr)

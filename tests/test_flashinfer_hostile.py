@@ -171,6 +171,25 @@ def test_malformed_wrappers_raise(device, kind, change, message):
         kind(workspace(device), **arguments)
 
 
+@pytest.mark.parametrize("kind", [FlashInferPrefillWrapper, FlashInferDecodeWrapper])
+def test_workspaces_must_be_memory_in_one_piece(device, kind):
+    """Planners take the length for the size, and kernels write there."""
+    one_byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    for tensor in (one_byte.expand(1 << 20), one_byte[0], one_byte.expand(4, 1 << 20)):
+        with pytest.raises(ValueError, match="workspace_buffer must be contiguous"):
+            kind(tensor, *SIZES, device=device)
+    with pytest.raises(TypeError, match=r"workspace_buffer must be a tensor .* got int"):
+        kind(1 << 20, *SIZES, device=device)
+
+
+@MAKERS
+def test_a_sink_page_is_a_page(device, make):
+    wrapper = make(device)
+    with pytest.raises(ValueError, match="sink_page must be a page id or None, got -1"):
+        wrapper.sink_page = -1
+    assert wrapper.sink_page == 0
+
+
 def test_one_token_rows_never_run_on_the_hopper_kernel(device):
     with pytest.raises(ValueError, match="'auto' or 'fa2'"):
         FlashInferDecodeWrapper(workspace(device), *SIZES, device=device, backend="fa3")

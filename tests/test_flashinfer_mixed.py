@@ -22,7 +22,7 @@ from pagedattn.page_table import PageTable, write_slots
 BATCH, TOKENS, PAGES, PROMPTS = 6, 24, 48, 3
 
 
-def mixed(device: torch.device) -> FlashInferMixedWrapper:
+def mixed(device: torch.device, backend: str = "auto") -> FlashInferMixedWrapper:
     return FlashInferMixedWrapper(
         workspace(device),
         workspace(device),
@@ -33,6 +33,7 @@ def mixed(device: torch.device) -> FlashInferMixedWrapper:
         max_num_pages=PAGES,
         max_prefill_rows=PROMPTS,
         device=device,
+        backend=backend,
     )
 
 
@@ -103,6 +104,25 @@ def test_too_large_steps_name_the_size_to_raise_and_touch_nothing(device):
     assert torch.equal(wrapper.write_slots, slots)
     plan(wrapper, good)
     assert_right(wrapper.run(padded_query(good, TOKENS), good.kv_cache), None, good)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "error"),
+    [
+        ("fa3", {"window_left": 3}, "window_left=3"),
+        ("fa2", {"causal": False, "window_left": 3, "disable_split_kv": False}, "split"),
+    ],
+)
+def test_what_the_prompts_half_refuses_fixes_nothing_in_the_other(device, backend, options, error):
+    on_gpu = device.type == "cuda"
+    if backend == "fa3" and on_gpu and torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9.0")
+    wrapper = mixed(device, backend)
+    step = make_step(device, *STEPS["full"])
+    with pytest.raises(ValueError, match=error):
+        plan(wrapper, step, **options)
+    plan(wrapper, step)
+    assert_right(wrapper.run(padded_query(step, TOKENS), step.kv_cache), None, step)
 
 
 def test_new_tokens_are_written_where_the_reference_writes_them(device):

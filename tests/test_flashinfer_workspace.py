@@ -16,6 +16,7 @@ from pagedattn.backends.flashinfer import (
     workspace_bytes,
 )
 from pagedattn.backends.flashinfer.overflow import read_overflow
+from pagedattn.backends.flashinfer.workspace import overlap
 
 MB = 1024 * 1024
 SIZES = (*HEADS.values(), PAGE_SIZE)
@@ -53,6 +54,17 @@ def test_growth_takes_what_was_taken_plus_what_failed_as_often_as_needed():
     assert workspace.plan(reserving(tensor, PIECES)) == 4096 + 128
     assert workspace.tensor is tensor
     assert tensor.numel() == 4096 + 128
+
+
+def test_workspaces_overlap_where_they_have_a_byte_in_common():
+    memory = torch.zeros(64, dtype=torch.uint8)
+    assert overlap(memory, memory.view(64))
+    empty = memory[:0]
+    assert overlap(empty, empty)  # and so they do once it has grown
+    assert overlap(memory[:33], memory[32:])
+    assert overlap(memory[32:], memory[:33])
+    assert not overlap(memory[:32], memory[32:])
+    assert not overlap(memory[32:], memory[:32])
 
 
 def test_arguments_and_results_pass_through():

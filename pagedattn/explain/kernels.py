@@ -9,6 +9,7 @@ from pagedattn.backends.flashinfer.kernel_choice import (
     FA3_TILE,
     graph_prefill_kernel,
     holds_prompts,
+    most_prompts,
     prefill_kernel,
 )
 from pagedattn.backends.flashinfer.library import Version
@@ -130,7 +131,7 @@ def capacity_needs(
     if not holds_prompts(num_tokens, batch_size):
         need = prefill_need(spec, batch_size, num_tokens, kernel, facts, version)
         return [Need(bucket, "prefill", kernel, *need)]
-    rows = max(1, min(batch_size, num_tokens // 2))
+    rows = most_prompts(num_tokens, batch_size)
     decode = decode_need(spec, batch_size, facts, version)
     prefill = prefill_need(spec, 2 * rows, num_tokens, kernel, facts, version)
     return [Need(bucket, "decode", "fa2", *decode), Need(bucket, "prefill", kernel, *prefill)]

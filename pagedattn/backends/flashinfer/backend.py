@@ -16,6 +16,7 @@ from pagedattn.backends.flashinfer.kernel_choice import (
     graph_prefill_kernel,
     has_fa3,
     holds_prompts,
+    most_prompts,
 )
 from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
 from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper, MixedWrapper
@@ -58,7 +59,7 @@ class FlashInferBackend:
         self.spec = spec
         num_bytes = _first_workspace_bytes(spec, capacity, device)
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # One float workspace for all: its content lives from a kernel to its merge, in stream order
+        # One for all that runs in one stream: its content lives from a kernel to its merge
         self._workspace = Workspace(tensor, "PagedAttention")
         self._options: dict[str, Any] = {"sm_scale": spec.scale}
         if spec.logits_soft_cap > 0:
@@ -166,7 +167,6 @@ class _GraphWrapper:
         )
         self._wrapper: _Wrapper
         if holds_prompts(capacity.max_tokens, capacity.max_batch_size):
-            rows = max(1, min(capacity.max_batch_size, capacity.max_tokens // 2))
             # fa3 needs none of it; where prompts take fa2, it grows
             apart = torch.zeros(1024, dtype=torch.uint8, device=device)
             self._wrapper = FlashInferMixedWrapper(
@@ -174,7 +174,7 @@ class _GraphWrapper:
                 Workspace(apart, "PagedAttention, prompts"),
                 *shape,
                 **sizes,
-                max_prefill_rows=rows,
+                max_prefill_rows=most_prompts(capacity.max_tokens, capacity.max_batch_size),
                 device=device,
                 backend=kernel,
             )

@@ -65,9 +65,8 @@ class Kernel:
         self._planner = Planner(wrapper, name, version, decodes, fixed, self._runner.forget)
         call = Call(version, name, causal=True, window_left=-1)
         self._finite_infinity = LSE_WITHOUT_KEYS.hits(call)
-        self._natural_log = (
-            takes_argument(wrapper.run, "lse_base") and not self._finite_infinity
-        )  # the finite one is known in base 2
+        # what stands for infinity is known in base 2
+        self._natural_log = takes_argument(wrapper.run, "lse_base") and not self._finite_infinity
         self._options = plan_options(wrapper)
         self._accepted: object = None  # memory layouts of the last run that passed the checks
 
@@ -82,7 +81,9 @@ class Kernel:
             TypeError: An option is unknown to this version, or is ours.
         """
         for name in options:
-            if name not in self._options or name in ours:
+            if name in ours:
+                raise TypeError(f"plan() got option {name!r}, which the wrapper sets itself")
+            if name not in self._options:
                 expected = sorted(self._options - ours)
                 raise TypeError(f"plan() got unknown option {name!r}, expected some of {expected}")
 
@@ -169,13 +170,13 @@ class Kernel:
             step = _LOAD_BYTES // pages.element_size()
             if pages.stride(0) % step or pages.stride(1) % step:
                 raise ValueError(
-                    f"the cache's {name} must have its pages and tokens at multiples of "
-                    f"{_LOAD_BYTES} bytes, got stride {pages.stride()}"
+                    f"the cache's {name} must have pages and tokens that begin at multiples of "
+                    f"{_LOAD_BYTES} bytes, got stride {pages.stride()} of {pages.dtype}"
                 )
         if self.name == "fa3" and k_pages.stride() != v_pages.stride():
             raise ValueError(
-                f"fa3 needs keys and values with one stride, got {k_pages.stride()} and "
-                f"{v_pages.stride()}"
+                "the Hopper kernel (fa3) needs keys and values with the same strides, got "
+                f"{k_pages.stride()} and {v_pages.stride()}"
             )
 
 

@@ -76,6 +76,11 @@ def graph_prefill_kernel(
     return prefill_kernel(num_tokens, rows, fa3=fa3, window_left=window_left)
 
 
+def most_prompts(num_tokens: int, num_rows: int) -> int:
+    """The most rows of a capacity that can have more than one token; at least 1."""
+    return max(1, min(num_rows, num_tokens // 2))
+
+
 def holds_prompts(num_tokens: int, num_rows: int) -> bool:
     """Whether a capacity is more than what one-token rows with a few drafted tokens need."""
     return num_tokens > 8 * num_rows

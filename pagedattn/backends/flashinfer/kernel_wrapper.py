@@ -44,7 +44,7 @@ class PreparedStep(NamedTuple):
     requests: HostStep  # what FlashInfer computes, padding included
     spec: AttentionSpec
     options: dict[str, Any]  # for FlashInfer's plan
-    choice: Choice
+    choice: Choice | None  # in graph mode
 
 
 class KernelWrapper(PagedWrapper):
@@ -112,8 +112,7 @@ class KernelWrapper(PagedWrapper):
                 kernel.plan(PlanCall(requests, self._arrays, spec, options))
         finally:
             self._arrays.hold()  # FlashInfer copies from page-locked memory too
-        if self.accelerator_graph:
-            self._frozen = choice
+        self._frozen = choice
         planned = kernel if requests.num_tokens else None
         self._step = PlannedStep(planned, spec, requests.num_tokens, requests.num_pages)
 
@@ -126,8 +125,10 @@ class KernelWrapper(PagedWrapper):
             if step.kernel is not None:
                 step.kernel.run(q, k_pages, v_pages, out, lse)
 
-    def _choice(self, kernel: str, spec: AttentionSpec, options: dict[str, Any]) -> Choice:
-        """What a plan asks for; in graph mode refused if it is not what graphs captured."""
+    def _choice(self, kernel: str, spec: AttentionSpec, options: dict[str, Any]) -> Choice | None:
+        """In graph mode what a plan asks for, refused if it is not what graphs captured."""
+        if not self.accelerator_graph:
+            return None
         of_mask = (spec.dtype, spec.causal, spec.window_left)
         choice = Choice(kernel, *of_mask, tuple(sorted(options.items())))
         if self._frozen is not None and self._frozen != choice:

@@ -18,7 +18,7 @@ from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.sizes import Capacity, check_step_fits, require_sizes
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.token_slots import slot_arrays, token_slots
-from pagedattn.backends.flashinfer.workspace import Workspace
+from pagedattn.backends.flashinfer.workspace import Workspace, overlap
 from pagedattn.device import NOTHING, on_device
 from pagedattn.kernels.rows import gather_rows, scatter_rows
 from pagedattn.spec import AttentionSpec
@@ -53,7 +53,7 @@ class MixedWrapper(PagedWrapper):
         # The end of one half's kernel leaves processors idle that the other half can use, where the
         # halves do not share a float workspace. In eager steps this costs the host too much.
         self._side: torch.cuda.Stream | None = None
-        apart = decode.float_workspace is not prefill.float_workspace
+        apart = not overlap(decode.float_workspace, prefill.float_workspace)
         if capacity is not None and apart and self.device.type == "cuda":
             self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         sizes = None
@@ -153,11 +153,12 @@ class MixedWrapper(PagedWrapper):
 class FlashInferMixedWrapper(MixedWrapper):
     """A step that mixes one-token rows with prompt rows, at static shapes, for captured graphs.
 
-    The decode wrapper takes every row of the bucket: a one-token row attends its own pages, any
-    other row reads one token of the sink page and its output is dropped. The prefill wrapper takes
-    the prompt rows, in place. Every host array is staged in page-locked memory that the wrappers
-    own, so planning a step while the last one runs is safe. `q` has `max_total_tokens` rows in
-    every step, and output is in the caller's order; rows past the planned ones are finite.
+    The decode wrapper always computes `batch_size` rows: the one-token rows, gathered, attend their
+    own pages; the others are padding, which reads one token of the sink page and is dropped. The
+    prefill wrapper takes the prompt rows where they are. Every host array is staged in page-locked
+    memory that the wrappers own, so planning a step while the last one runs is safe. `q` has
+    `max_total_tokens` rows in every step, and output is in the caller's order; it is 0 behind the
+    planned rows.
 
     Args:
         decode_workspace: uint8[bytes] on the device, or a `Workspace`, for the one-token rows.

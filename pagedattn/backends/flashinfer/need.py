@@ -13,7 +13,11 @@ from typing import NamedTuple
 import torch
 
 from pagedattn.backends.flashinfer.head_dim import FA3_HEAD_DIMS
-from pagedattn.backends.flashinfer.kernel_choice import graph_prefill_kernel, holds_prompts
+from pagedattn.backends.flashinfer.kernel_choice import (
+    graph_prefill_kernel,
+    holds_prompts,
+    most_prompts,
+)
 from pagedattn.backends.flashinfer.library import Version, flashinfer_version, load_flashinfer
 from pagedattn.capacity import Capacity
 from pagedattn.spec import AttentionSpec
@@ -61,8 +65,8 @@ def workspace_need(
         device_facts: The GPU.
 
     Returns:
-        Bytes of the float workspace, which the halves of a mixed step share, and of the larger one
-        of their integer workspaces.
+        Bytes of a float and of an integer workspace. The halves of mixed steps have their own: each
+        needs at most that.
     """
     version = flashinfer_version(load_flashinfer())
     batch_size, num_tokens = capacity.max_batch_size, capacity.max_tokens
@@ -70,7 +74,7 @@ def workspace_need(
     kernel = graph_prefill_kernel(num_tokens, batch_size, fa3=fa3, window_left=spec.window_left)
     if not holds_prompts(num_tokens, batch_size):
         return prefill_need(spec, batch_size, num_tokens, kernel, device_facts, version)
-    rows = max(1, min(batch_size, num_tokens // 2))
+    rows = most_prompts(num_tokens, batch_size)
     decode = decode_need(spec, batch_size, device_facts, version)
     prefill = prefill_need(spec, 2 * rows, num_tokens, kernel, device_facts, version)
     return WorkspaceNeed(*map(max, decode, prefill))

@@ -20,12 +20,19 @@ from pagedattn.backends.flashinfer.library import Version
 from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.spec import AttentionSpec
 
-LAST_ARGUMENTS: dict[Version, tuple[tuple[int | bool, ...], tuple[int | bool, ...]]] = {
-    (0, 6, 18): ((0, 0), (0, 0)),
-    (0, 7, 4): ((0, 1, True), (0, 0, False)),
+
+class LastArguments(NamedTuple):
+    """The last arguments of the fa2 module's plan: num_colocated_ctas, uniform_q_len and on."""
+
+    of_decode: tuple[int | bool, ...]
+    of_prefill: tuple[int | bool, ...]
+
+
+LAST_ARGUMENTS: dict[Version, LastArguments] = {
+    (0, 6, 18): LastArguments((0, 0), (0, 0)),
+    (0, 7, 4): LastArguments((0, 1, True), (0, 0, False)),
 }
-"""Of each version that is known, the last arguments of the fa2 module's plan: num_colocated_ctas,
-uniform_q_len and what follows, from the decode and from the prefill wrapper."""
+"""Of each version whose sources were read."""
 
 _KNOWN_OPTIONS = frozenset({"sm_scale", "logits_soft_cap", "fixed_split_size", "disable_split_kv"})
 
@@ -159,11 +166,13 @@ class Planner:
 
     def _arguments_of_fa2(self, options: dict[str, Any]) -> tuple[Any, ...]:
         """What only the fa2 module's plan takes."""
-        if self._kernel != "fa2" or self._last_arguments is None:
+        last = self._last_arguments
+        if self._kernel != "fa2" or last is None:
             return ()
         split_size = options.get("fixed_split_size") or -1
         disable_split_kv = options.get("disable_split_kv", False)
-        return split_size, disable_split_kv, *self._last_arguments[0 if self._decodes else 1]
+        of_wrapper = last.of_decode if self._decodes else last.of_prefill
+        return split_size, disable_split_kv, *of_wrapper
 
     def _bounds_of_one_each(self, batch_size: int) -> tuple[Tensor, Tensor]:
         """i32[batch + 1], 0, 1, 2, ..., on the host and on the device; kept from step to step."""

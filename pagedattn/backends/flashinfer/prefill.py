@@ -185,8 +185,8 @@ class FlashInferPrefillWrapper(KernelWrapper):
                 name = graph_prefill_kernel(*sizes, fa3=fa3, window_left=window_left)
         if FA3_WINDOW.hits(Call(self._version, name, spec.causal, window_left)):
             raise ValueError(
-                f"FlashInfer's fa3 kernel lets NaN through from slots left of window_left="
-                f"{window_left}: use fa2"
+                f"FlashInfer's fa3 kernel lets NaN through from slots left of {window_left=}: use "
+                'fa2, as backend="auto" does'
             )
         return name
 

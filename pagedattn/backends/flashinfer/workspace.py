@@ -54,13 +54,23 @@ def workspace_bytes(declared_mb: float | None = None) -> int:
     return num_bytes
 
 
-def check_workspace(tensor: Tensor, name: str) -> None:
+def check_workspace(tensor: object, name: str) -> None:
     """Require memory in one piece: planners take its length for its size."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor or a Workspace, got {type(tensor).__name__}")
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous with shape [bytes], got {list(tensor.shape)} with stride "
             f"{tensor.stride()}"
         )
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two workspaces have memory in common: kernels on both must not run at once."""
+    (begin, end), (other_begin, other_end) = (
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b)
+    )
+    return a is b or (begin < other_end and other_begin < end)  # an empty one may grow
 
 
 class Workspace:
