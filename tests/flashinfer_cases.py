@@ -9,13 +9,25 @@ import flashinfer_stand_in
 import pytest
 import torch
 
-from pagedattn.backends.flashinfer import backend, decode, head_dim, need, prefill
+from pagedattn.backends.flashinfer import (
+    FlashInferDecodeWrapper,
+    FlashInferMixedWrapper,
+    FlashInferPrefillWrapper,
+    backend,
+    decode,
+    head_dim,
+    need,
+    prefill,
+)
 from pagedattn.backends.reference import ReferenceBackend
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 
 HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 PAGE_SIZE = 4
+SIZES = (*HEADS.values(), PAGE_SIZE)
+BATCH, TOKENS, PAGES = 4, 16, 48
+"""Of wrappers in graph mode."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +118,31 @@ def workspace(device: torch.device) -> torch.Tensor:
     """Room enough for any step of these tests."""
     num_bytes = 128 * 1024 * 1024 if device.type == "cuda" else 1 << 20
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def eager_decode(device: torch.device, **options) -> FlashInferDecodeWrapper:
+    return FlashInferDecodeWrapper(workspace(device), *SIZES, device=device, **options)
+
+
+def eager_prefill(device: torch.device, **options) -> FlashInferPrefillWrapper:
+    return FlashInferPrefillWrapper(workspace(device), *SIZES, device=device, **options)
+
+
+def graph_decode(device: torch.device) -> FlashInferDecodeWrapper:
+    return eager_decode(device, batch_size=BATCH, max_num_pages=PAGES, accelerator_graph=True)
+
+
+def graph_prefill(device: torch.device, backend: str = "auto") -> FlashInferPrefillWrapper:
+    sizes = {"batch_size": BATCH, "max_total_tokens": TOKENS, "max_num_pages": PAGES}
+    return eager_prefill(device, **sizes, accelerator_graph=True, backend=backend)
+
+
+def graph_mixed(device: torch.device) -> FlashInferMixedWrapper:
+    halves = (workspace(device), workspace(device))
+    return FlashInferMixedWrapper(*halves, *SIZES, BATCH, TOKENS, PAGES, BATCH, device)
+
+
+def plan(wrapper, step: Step, **options) -> None:
+    """Plan a step on any wrapper."""
+    arrays = () if isinstance(wrapper, FlashInferDecodeWrapper) else (step.qo_indptr,)
+    wrapper.plan(*arrays, *step.kv_arrays, **options)

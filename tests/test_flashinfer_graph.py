@@ -7,12 +7,18 @@ buffers.
 import pytest
 import torch
 from flashinfer_cases import (  # noqa: F401
-    HEADS,
-    PAGE_SIZE,
+    BATCH,
+    PAGES,
+    SIZES,
+    TOKENS,
     assert_right,
     flashinfer,
+    graph_decode,
+    graph_mixed,
+    graph_prefill,
     make_step,
     padded_query,
+    plan,
     workspace,
 )
 
@@ -21,9 +27,6 @@ from pagedattn.backends.flashinfer import (
     FlashInferMixedWrapper,
     FlashInferPrefillWrapper,
 )
-
-BATCH, TOKENS, PAGES = 4, 16, 48
-SIZES = (*HEADS.values(), PAGE_SIZE)
 
 # What a captured graph is replayed for: the steps that it was captured with, then shorter and
 # longer, smaller and larger ones.
@@ -40,45 +43,21 @@ STEPS = [
 
 
 def prefill(device):
-    wrapper = FlashInferPrefillWrapper(
-        workspace(device),
-        *SIZES,
-        batch_size=BATCH,
-        max_total_tokens=TOKENS,
-        max_num_pages=PAGES,
-        device=device,
-        accelerator_graph=True,
-    )
-    return wrapper, STEPS, TOKENS
+    return graph_prefill(device), STEPS, TOKENS
 
 
 def decode(device):
-    wrapper = FlashInferDecodeWrapper(
-        workspace(device),
-        *SIZES,
-        batch_size=BATCH,
-        max_num_pages=PAGES,
-        device=device,
-        accelerator_graph=True,
-    )
-    return wrapper, [(kv_lens, [1] * len(kv_lens)) for kv_lens in DECODE_STEPS], BATCH
+    return graph_decode(device), [(kv_lens, [1] * len(kv_lens)) for kv_lens in DECODE_STEPS], BATCH
 
 
 def mixed(device):
-    halves = (workspace(device), workspace(device))
-    wrapper = FlashInferMixedWrapper(*halves, *SIZES, BATCH, TOKENS, PAGES, BATCH, device)
-    return wrapper, STEPS, TOKENS
+    return graph_mixed(device), STEPS, TOKENS
 
 
 def mixed_on_one_workspace(device):
     shared = workspace(device)
     wrapper = FlashInferMixedWrapper(shared, shared, *SIZES, BATCH, TOKENS, PAGES, BATCH, device)
     return wrapper, STEPS, TOKENS
-
-
-def plan(wrapper, step) -> None:
-    arrays = () if isinstance(wrapper, FlashInferDecodeWrapper) else (step.qo_indptr,)
-    wrapper.plan(*arrays, *step.kv_arrays)
 
 
 MAKERS = pytest.mark.parametrize("make", [prefill, decode, mixed, mixed_on_one_workspace])
@@ -143,9 +122,8 @@ def test_what_the_first_plan_chose_is_kept(device, make):
     wrapper, _, _ = make(device)
     step = make_step(device, [3, 4], [1, 1])
     plan(wrapper, step)
-    arrays = () if make is decode else (step.qo_indptr,)
-    with pytest.raises(ValueError, match="first plan"):
-        wrapper.plan(*arrays, *step.kv_arrays, window_left=2)
+    with pytest.raises(ValueError, match=r"first plan chose.*window_left=-1.*got.*window_left=2"):
+        plan(wrapper, step, window_left=2)
     plan(wrapper, step)
 
 

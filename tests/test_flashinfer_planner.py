@@ -6,50 +6,36 @@ import weakref
 import pytest
 import torch
 from flashinfer_cases import (  # noqa: F401
-    HEADS,
-    PAGE_SIZE,
     assert_right,
+    eager_prefill,
     flashinfer,
+    graph_decode,
     make_step,
     padded_query,
-    workspace,
+    plan,
 )
+from flashinfer_cases import eager_decode as decode
+from flashinfer_cases import graph_prefill as graph_prefill_of
 
-from pagedattn.backends.flashinfer import (
-    FlashInferDecodeWrapper,
-    FlashInferPrefillWrapper,
-    planner,
-)
+from pagedattn.backends.flashinfer import planner
 
-SIZES = (*HEADS.values(), PAGE_SIZE)
-GRAPH = {"batch_size": 4, "max_num_pages": 48, "accelerator_graph": True}
 # kv and query lengths; batches of several sizes, and requests without keys
 DECODE = [([9, 3, 17], None), ([60, 1, 1, 60], None), ([5], None), ([0, 7], None)]
 PREFILL = [([9, 30], [9, 3]), ([60, 9, 3, 17], [1, 9, 3, 1]), ([5], [5]), ([0, 7, 2], [3, 0, 5])]
 
 
-def decode(device, **kwargs):
-    return FlashInferDecodeWrapper(workspace(device), *SIZES, device=device, **kwargs)
-
-
-def prefill(device, backend="fa2", **kwargs):
-    return FlashInferPrefillWrapper(
-        workspace(device), *SIZES, device=device, backend=backend, **kwargs
-    )
-
-
-def graph_decode(device):
-    return decode(device, **GRAPH)
+def prefill(device):
+    return eager_prefill(device, backend="fa2")
 
 
 def graph_prefill(device):
-    return prefill(device, **GRAPH, max_total_tokens=16)
+    return graph_prefill_of(device, backend="fa2")
 
 
 def fa3_prefill(device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs a GPU of compute capability 9.0")
-    return prefill(device, backend="fa3")
+    return eager_prefill(device, backend="fa3")
 
 
 MAKERS = pytest.mark.parametrize(
@@ -81,8 +67,7 @@ def plans(flashinfer, monkeypatch):  # noqa: F811
 
 
 def plan_and_check(wrapper, step, **mask) -> None:
-    is_decode = isinstance(wrapper, FlashInferDecodeWrapper)
-    wrapper.plan(*(() if is_decode else (step.qo_indptr,)), *step.kv_arrays, **mask)
+    plan(wrapper, step, **mask)
     capacity = wrapper.capacity
     q = step.q if capacity is None else padded_query(step, capacity.num_tokens)
     out, lse = wrapper.run_return_lse(q, step.kv_cache)
@@ -106,9 +91,8 @@ def test_other_settings_go_through_flashinfers_own_plan(device, plans, make, len
             plan_and_check(wrapper, step, window_left=window_left)
             assert len(plans) == number
     half = make_step(device, *lens[1], dtype=torch.float16)
-    arrays = half.kv_arrays if make is decode else (half.qo_indptr, *half.kv_arrays)
-    wrapper.plan(*arrays, dtype=torch.float16)
-    wrapper.plan(*arrays, dtype=torch.float16, sm_scale=0.5)
+    plan(wrapper, half, dtype=torch.float16)
+    plan(wrapper, half, dtype=torch.float16, sm_scale=0.5)
     assert len(plans) == 6
 
 
@@ -141,8 +125,7 @@ def test_runs_are_right_without_flashinfers_own_run(device, monkeypatch, make, l
     runs = []
     for seed, each in enumerate([*lens, *lens]):
         step = make_step(device, *each, seed=seed)
-        is_decode = isinstance(wrapper, FlashInferDecodeWrapper)
-        wrapper.plan(*(() if is_decode else (step.qo_indptr,)), *step.kv_arrays)
+        plan(wrapper, step)
         library = wrapper._step.kernel.wrapper
         if not runs:
             run = library.run

@@ -11,56 +11,31 @@ import time
 import pytest
 import torch
 from flashinfer_cases import (  # noqa: F401
+    BATCH,
     HEADS,
     PAGE_SIZE,
+    PAGES,
+    TOKENS,
     assert_right,
+    eager_decode,
+    eager_prefill,
     flashinfer,
+    graph_decode,
+    graph_mixed,
+    graph_prefill,
     make_step,
     padded_query,
-    workspace,
 )
+from flashinfer_cases import plan as plan_wrapper
 
 from pagedattn import AttentionSpec, Capacity, PagedAttention
-from pagedattn.backends.flashinfer import (
-    FlashInferDecodeWrapper,
-    FlashInferMixedWrapper,
-    FlashInferPrefillWrapper,
-)
 
-SIZES = (*HEADS.values(), PAGE_SIZE)
-BATCH, TOKENS, PAGES = 4, 16, 48
 BLOCK_SECONDS = 0.3
 DECODE = [[60, 1, 1, 60], [1, 60, 60, 1]]
 STEPS = [([60, 9, 3, 17], [1, 9, 3, 1]), ([3, 50, 40, 8], [3, 1, 1, 8])]
 
 
-def eager_decode(device):
-    wrapper = FlashInferDecodeWrapper(workspace(device), *SIZES, device=device)
-    return wrapper, [(kv, [1] * 4) for kv in DECODE], None
-
-
-def eager_prefill(device):
-    return FlashInferPrefillWrapper(workspace(device), *SIZES, device=device), STEPS, None
-
-
-def graph_decode(device):
-    graph = {"batch_size": BATCH, "max_num_pages": PAGES, "accelerator_graph": True}
-    wrapper = FlashInferDecodeWrapper(workspace(device), *SIZES, device=device, **graph)
-    return wrapper, [(kv, [1] * 4) for kv in DECODE], BATCH
-
-
-def graph_prefill(device):
-    graph = {"batch_size": BATCH, "max_total_tokens": TOKENS, "max_num_pages": PAGES}
-    wrapper = FlashInferPrefillWrapper(
-        workspace(device), *SIZES, device=device, accelerator_graph=True, **graph
-    )
-    return wrapper, STEPS, TOKENS
-
-
-def mixed(device):
-    halves = (workspace(device), workspace(device))
-    wrapper = FlashInferMixedWrapper(*halves, *SIZES, BATCH, TOKENS, PAGES, BATCH, device)
-    return wrapper, STEPS, TOKENS
+DECODE_STEPS = [(kv_lens, [1] * 4) for kv_lens in DECODE]
 
 
 class Facade:
@@ -79,30 +54,37 @@ class Facade:
         return self.attn.run(q, kv_cache)
 
 
-def eager_facade(device):
+def facade(device, capacity=None):
     if device.type != "cuda":
         pytest.skip("the facade refuses FlashInfer on a CPU")
-    return Facade(device, None), STEPS, None
+    return Facade(device, capacity)
 
 
-def graph_facade(device):
-    if device.type != "cuda":
-        pytest.skip("the facade refuses FlashInfer on a CPU")
-    return Facade(device, Capacity(BATCH, 64, PAGES)), STEPS, 64
+# name: (wrapper, steps, rows of q; None: as many as tokens)
+KINDS = {
+    "eager_decode": (eager_decode, DECODE_STEPS, None),
+    "eager_prefill": (eager_prefill, STEPS, None),
+    "graph_decode": (graph_decode, DECODE_STEPS, BATCH),
+    "graph_prefill": (graph_prefill, STEPS, TOKENS),
+    "mixed": (graph_mixed, STEPS, TOKENS),
+    "eager_facade": (facade, STEPS, None),
+    "graph_facade": (lambda device: facade(device, Capacity(BATCH, 64, PAGES)), STEPS, 64),
+}
 
 
-MAKERS = pytest.mark.parametrize(
-    "make",
-    [eager_decode, eager_prefill, graph_decode, graph_prefill, mixed, eager_facade, graph_facade],
-)
+def make(kind, device):
+    build, lens, rows = KINDS[kind]
+    return build(device), lens, rows
+
+
+MAKERS = pytest.mark.parametrize("kind", KINDS)
 
 
 def plan(wrapper, step) -> None:
     if isinstance(wrapper, Facade):
         wrapper.plan(step)
-        return
-    arrays = () if isinstance(wrapper, FlashInferDecodeWrapper) else (step.qo_indptr,)
-    wrapper.plan(*arrays, *step.kv_arrays)
+    else:
+        plan_wrapper(wrapper, step)
 
 
 def block_stream(device: torch.device) -> None:
@@ -111,8 +93,8 @@ def block_stream(device: torch.device) -> None:
 
 
 @MAKERS
-def test_two_steps_planned_behind_a_blocked_stream_are_both_right(device, make):
-    wrapper, lens, rows = make(device)
+def test_two_steps_planned_behind_a_blocked_stream_are_both_right(device, kind):
+    wrapper, lens, rows = make(kind, device)
     steps = [make_step(device, *each, seed=seed) for seed, each in enumerate(lens)]
     queries = [step.q if rows is None else padded_query(step, rows) for step in steps]
     for step, q in zip(steps, queries, strict=True):  # compiles and allocates
@@ -140,10 +122,10 @@ def test_two_steps_planned_behind_a_blocked_stream_are_both_right(device, make):
 
 @pytest.mark.gpu
 @MAKERS
-def test_many_steps_planned_behind_a_blocked_stream_are_all_right(device, make):
+def test_many_steps_planned_behind_a_blocked_stream_are_all_right(device, kind):
     if device.type != "cuda":
         pytest.skip("on a CPU nothing is queued")
-    wrapper, lens, rows = make(device)
+    wrapper, lens, rows = make(kind, device)
     steps = [make_step(device, *lens[seed % 2], seed=seed) for seed in range(9)]
     queries = [step.q if rows is None else padded_query(step, rows) for step in steps]
     plan(wrapper, steps[0])
@@ -159,11 +141,11 @@ def test_many_steps_planned_behind_a_blocked_stream_are_all_right(device, make):
 
 @pytest.mark.gpu
 @MAKERS
-def test_a_wrapper_may_go_while_its_step_is_queued(device, make):
+def test_a_wrapper_may_go_while_its_step_is_queued(device, kind):
     """The page-locked memory that its copies still read is not given to anybody else."""
     if device.type != "cuda":
         pytest.skip("on a CPU nothing is queued")
-    wrapper, lens, rows = make(device)
+    wrapper, lens, rows = make(kind, device)
     step = make_step(device, *lens[0])
     q = step.q if rows is None else padded_query(step, rows)
     plan(wrapper, step)
@@ -182,10 +164,10 @@ def test_a_wrapper_may_go_while_its_step_is_queued(device, make):
 
 @pytest.mark.gpu
 @MAKERS
-def test_a_run_does_not_depend_on_what_ran_before_it(device, make):
+def test_a_run_does_not_depend_on_what_ran_before_it(device, kind):
     if device.type != "cuda":
         pytest.skip("on a CPU nothing is left behind")
-    wrapper, lens, rows = make(device)
+    wrapper, lens, rows = make(kind, device)
     step = make_step(device, *lens[0])
     q = step.q if rows is None else padded_query(step, rows)
     plan(wrapper, step)
@@ -197,9 +179,9 @@ def test_a_run_does_not_depend_on_what_ran_before_it(device, make):
     assert_right(expected, None, step)
 
 
-@pytest.mark.parametrize("make", [eager_decode, eager_prefill, graph_decode, graph_prefill])
-def test_consecutive_plans_use_other_page_locked_buffers(device, make):
-    wrapper, lens, _ = make(device)
+@pytest.mark.parametrize("kind", ["eager_decode", "eager_prefill", "graph_decode", "graph_prefill"])
+def test_consecutive_plans_use_other_page_locked_buffers(device, kind):
+    wrapper, lens, _ = make(kind, device)
     step = make_step(device, *lens[0])
     schedules, arrays = [], []
     for _ in range(2):

@@ -4,19 +4,16 @@ import math
 
 import pytest
 import torch
-from flashinfer_cases import HEADS, PAGE_SIZE, assert_right, flashinfer, make_step, workspace  # noqa: F401
-
-from pagedattn.backends.flashinfer import FlashInferDecodeWrapper, FlashInferPrefillWrapper
-
-SIZES = (*HEADS.values(), PAGE_SIZE)
-
-
-def prefill(device: torch.device, **options) -> FlashInferPrefillWrapper:
-    return FlashInferPrefillWrapper(workspace(device), *SIZES, device=device, **options)
-
-
-def decode(device: torch.device, **options) -> FlashInferDecodeWrapper:
-    return FlashInferDecodeWrapper(workspace(device), *SIZES, device=device, **options)
+from flashinfer_cases import (  # noqa: F401
+    HEADS,
+    PAGE_SIZE,
+    assert_right,
+    flashinfer,
+    make_step,
+    plan,
+)
+from flashinfer_cases import eager_decode as decode
+from flashinfer_cases import eager_prefill as prefill
 
 
 @pytest.mark.parametrize("window_left", [-1, 0, 3])
@@ -63,12 +60,18 @@ def test_options_reach_flashinfer_and_change_the_output(device):
     assert not torch.equal(out, plain.run(step.q, step.kv_cache))
 
 
-@pytest.mark.parametrize("options", [{"soft_cap": 1.0}, {"q_data_type": torch.float16}])
-def test_unknown_options_and_those_of_the_wrapper_raise(device, options):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"soft_cap": 1.0}, "unknown option 'soft_cap', expected some of .*'logits_soft_cap'"),
+        ({"q_data_type": torch.float16}, "'q_data_type', which the wrapper sets itself"),
+    ],
+)
+def test_unknown_options_and_those_of_the_wrapper_raise(device, options, message):
     step = make_step(device, [9, 5])
-    for wrapper, arrays in ((decode(device), ()), (prefill(device), (step.qo_indptr,))):
-        with pytest.raises(TypeError, match=next(iter(options))):
-            wrapper.plan(*arrays, *step.kv_arrays, **options)
+    for wrapper in (decode(device), prefill(device)):
+        with pytest.raises(TypeError, match=message):
+            plan(wrapper, step, **options)
         with pytest.raises(RuntimeError, match="no plan"):
             wrapper.run(step.q, step.kv_cache)
 
@@ -82,8 +85,8 @@ def test_float16_is_right(device):
 
 def test_an_empty_batch_gives_an_empty_output(device):
     step = make_step(device, [], [])
-    for wrapper, arrays in ((decode(device), ()), (prefill(device), (step.qo_indptr,))):
-        wrapper.plan(*arrays, *step.kv_arrays)
+    for wrapper in (decode(device), prefill(device)):
+        plan(wrapper, step)
         out, lse = wrapper.run_return_lse(step.q, step.kv_cache)
         assert out.shape == step.q.shape
         assert lse.shape == (0, 4)
@@ -127,8 +130,8 @@ def test_device_tables_are_right(device):
 
 def test_the_lse_is_natural_and_never_converted_twice(device):
     step = make_step(device, [1, 1])
-    for wrapper, arrays in ((decode(device), ()), (prefill(device), (step.qo_indptr,))):
-        wrapper.plan(*arrays, *step.kv_arrays)
+    for wrapper in (decode(device), prefill(device)):
+        plan(wrapper, step)
         _, lse = wrapper.run_return_lse(step.q, step.kv_cache)
         keys = step.kv_cache[step.table.kv_indices.long(), 0, 0].double().repeat_interleave(2, 1)
         score = (step.q.double() * keys).sum(-1) / math.sqrt(
