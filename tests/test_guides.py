@@ -1,6 +1,7 @@
 """What the guides say: their code runs, and shows what they say it shows."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def test_the_code_of_a_guide_runs_and_shows_what_the_guide_says(path, tmp_path, 
                 for arguments in commands_of(block.body):
                     code, output = run_command(arguments)
                     assert code == 0, f"{place}: {output}"
+
+
+def test_the_example_of_the_readme_runs():
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    example = next(block for block in blocks_of(page) if block.language == "python")
+    namespace = {}
+    run_python(example.body, namespace, "README.md")
+    assert namespace["out"].shape == namespace["q"].shape
 
 
 @named
