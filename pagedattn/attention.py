@@ -37,6 +37,7 @@ from pagedattn.validation import (
     check_device_table,
     check_index_tensor,
     check_indptr,
+    check_is_tensor,
     check_lse,
     check_page_table,
     check_query,
@@ -153,6 +154,7 @@ class PagedAttention:
         if qo_indptr is None:
             qo_indptr, num_tokens = self._decode_indptr(batch_size), batch_size
         else:
+            check_is_tensor(qo_indptr, "qo_indptr")
             qo_indptr = qo_indptr if qo_indptr.is_cpu else qo_indptr.to("cpu")
             check_indptr(qo_indptr, "qo_indptr", batch_size)
             num_tokens = int(qo_indptr.numpy()[-1])

@@ -15,12 +15,16 @@ import click
 import pagedattn
 
 _HELP = (
-    "the benchmark is not part of the installed package, it is in the source tree: get that, "
-    'there run  pip install -e ".[viz]"  and then this command again, or  python -m benchmarks'
+    "the benchmark is not part of the installed package. In a checkout of the repository run "
+    '`pip install -e ".[viz]"`, and then this command again or `python -m benchmarks`'
 )
 
 
-@click.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    add_help_option=False,
+    short_help="Time the backends beside other libraries; checkout only.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Time paged attention: our backends beside FlashInfer's own calls (source tree only)."""

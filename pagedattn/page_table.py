@@ -48,6 +48,19 @@ class PageTable:
     kv_indices: Tensor  # i32[kv_indptr[-1]]  physical page ids
     kv_lens: Tensor  # i32[batch]  tokens of each request, this step's new ones included
 
+    def __post_init__(self) -> None:
+        """Refuse lists here, where it can be said which; what is in the tensors is checked later.
+
+        Raises:
+            ValueError: A field is not a tensor.
+        """
+        parts = (self.kv_indptr, self.kv_indices, self.kv_lens)
+        if type(parts[0]) is type(parts[1]) is type(parts[2]) is Tensor:
+            return  # the usual case, in every step of a service
+        for part, name in zip(parts, ("kv_indptr", "kv_indices", "kv_lens"), strict=True):
+            if not isinstance(part, Tensor):
+                raise ValueError(f"{name} must be an int32 tensor, got {type(part).__name__}")
+
     @property
     def batch_size(self) -> int:
         """Number of requests."""

@@ -60,7 +60,7 @@ class AttentionSpec:
                 f"num_kv_heads={self.num_kv_heads}"
             )
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype}")
+            raise ValueError(f"dtype must be one of {list(DTYPES)}, got {self.dtype!r}")
         if self.window_left < -1:
             raise ValueError(
                 f"window_left must be -1 (unbounded) or at least 0, got {self.window_left}"

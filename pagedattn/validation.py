@@ -28,6 +28,12 @@ def check_index_tensor(tensor: Tensor, name: str, length: int | None = None) -> 
         raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}")
 
 
+def check_is_tensor(tensor: object, name: str) -> None:
+    """Require an int32 tensor and no list: asked before anything else of it is."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
+
+
 def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
     """Require i32[batch_size + 1] that starts at 0 and never decreases (host tensor)."""
     check_index_tensor(tensor, name, batch_size + 1)

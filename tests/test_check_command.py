@@ -78,6 +78,7 @@ def test_a_right_backend_exits_with_0_and_says_what_was_compared(monkeypatch):
     rows = [line for line in result.stdout.splitlines() if "reference vs dense float64" in line]
     assert [re.split(r"\s{2,}", row.strip())[1] for row in rows] == ["prefill", "decode", "mixed"]
     assert all(row.rstrip().endswith("ok") for row in rows)
+    assert result.stdout.splitlines()[-1].startswith("ok: reference; ")
     assert all(re.search(r" 2 +\d\.\de[-+]\d\d (out|lse) +\d\.\de[-+]\d\d ", row) for row in rows)
 
 

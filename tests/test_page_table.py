@@ -128,6 +128,7 @@ def test_to_keeps_the_table(device):
         (lambda: PageTable.from_lengths([3, -1], 4), "kv_lens must not be negative, got -1"),
         (lambda: PageTable.from_lengths([9], 4, [1, 2]), "page_ids has 2 pages, kv_lens need 3"),
         (lambda: PageTable.from_lengths(torch.tensor([3]), 4), "kv_lens must be int32, got .*64"),
+        (lambda: PageTable(4, [0, 1], [7], [3]), "kv_indptr must be an int32 tensor, got list"),
         (lambda: PageTable.from_lengths(int32(3)[None], 4), "kv_lens must have 1 dim"),
         (lambda: PageTable.from_csr([0, 1, 2], [5, 6], [1], 4), "kv_indptr has 3 entries.* 2"),
         (lambda: PageTable.from_csr([0, 1], [5], [5], 4), r"last_page_len\[0\] is 5.* 1 to 4"),

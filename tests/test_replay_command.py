@@ -133,7 +133,8 @@ def test_an_error_is_kept_without_an_answer_and_raised_again(tmp_path):
     (path,) = tmp_path.iterdir()
     capsule = load_capsule(Path(path))
     assert capsule.got is None
-    assert capsule.metadata.problem == "raised ZeroDivisionError: too many keys ?[31m"
+    problem = r"raised ZeroDivisionError: too many keys \?\[31m \(test_replay_command\.py:\d+\)"
+    assert re.fullmatch(problem, capsule.metadata.problem)
     assert (capsule.step.kv_lens, capsule.step.qo_lens) == ([6], [1])
     assert "kept answer: none" in run(*command).stdout
     assert "WRONG, raised ZeroDivisionError" in run(*command).stdout

@@ -81,6 +81,21 @@ def test_a_function_that_declines_everything_passes_nothing():
     assert "nothing was checked: targets:nothing declined" in result.output
 
 
+def test_a_function_that_takes_other_arguments_is_refused_before_anything_is_drawn(tmp_path):
+    (tmp_path / "other.py").write_text("def f(q, cache): return q\n")
+    result = CliRunner().invoke(main, ["check", "--target", "other:f"])
+    assert result.exit_code == 2
+    assert "target 'other:f' takes (q, cache), and not what it is given" in result.output
+
+
+def test_an_error_of_a_function_names_its_line():
+    result = check("raising", "--property", "agreement", "--mode", "decode", "--examples", "1")
+    assert result.exit_code == 1
+    line = targets.raising.__code__.co_firstlineno + 1
+    assert f"raised ZeroDivisionError: no kernel for this (targets.py:{line})" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("WRONG: targets:raising; 1 of 1 steps")
+
+
 @pytest.mark.parametrize(
     ("target", "says"),
     [

@@ -120,6 +120,7 @@ def test_a_table_is_accepted_exactly_where_every_request_is_right(page_size, len
     ("qo_indptr", "message"),
     [
         (torch.tensor([0, 1, 2]), "qo_indptr must be int32, got torch.int64"),
+        ([0, 1, 2], "qo_indptr must be an int32 tensor, got list"),
         (int32(0, 9, 1, 9, 2)[::2], r"qo_indptr must be contiguous, got stride \(2,\)"),
         (int32(0, 1), r"qo_indptr must have shape \[3\], got \[2\]"),
         (int32(0, 1, 2)[None], r"qo_indptr must have shape \[3\], got \[1, 3\]"),

@@ -53,7 +53,9 @@ def check_file(path: Path) -> None:
         header = int.from_bytes(file.read(8), "little")
     most = min(size - 8, MAX_HEADER_BYTES)
     if header > most:
-        raise ValueError(f"the header has {header} bytes, expected {most} at most")
+        raise ValueError(
+            f"not a capsule, or cut short: the header has {header} bytes, expected {most} at most"
+        )
 
 
 def check_size(num_bytes: int) -> None:

@@ -19,6 +19,8 @@ from pagedattn.checking.target import target_subject
 from pagedattn.device import resolve_device
 from pagedattn.spec import AttentionSpec
 
+BACKEND_HELP = f"One of {', '.join(backend_names())}; may be repeated. [default: all that run]"
+
 
 def usable_device(name: str | None) -> torch.device:
     """The device of this name, by default the current GPU or the CPU; it must work."""

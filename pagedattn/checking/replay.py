@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pagedattn.checking.capsule import Capsule, load_capsule
 from pagedattn.checking.choice import (
+    BACKEND_HELP,
     all_that_run,
     interpret_on_cpu,
     named_backends,
@@ -24,11 +25,12 @@ from pagedattn.checking.diagnose import diagnose
 from pagedattn.checking.place import describe_row
 from pagedattn.checking.step import Step
 from pagedattn.checking.subject import Subject, backend_subject
+from pagedattn.checking.task import words_of_error
 
 
-@click.command()
+@click.command(short_help="Compute the step of a capsule again.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--backend", "backends", multiple=True, help="Backend to run; may be repeated.")
+@click.option("--backend", "backends", multiple=True, help=BACKEND_HELP)
 @click.option(
     "--target",
     "targets",
@@ -40,7 +42,7 @@ from pagedattn.checking.subject import Subject, backend_subject
 def replay(
     file: Path, backends: tuple[str, ...], targets: tuple[str, ...], device: str | None
 ) -> None:
-    """Compute the step in a capsule again and compare it with float64 attention.
+    """Compute the step of a capsule again and compare it with float64 attention.
 
     Without --backend and --target, every backend that runs it on this machine. Exit code 1 if one
     is wrong now.
@@ -73,8 +75,8 @@ def _is_right(subject: Subject, step: Step, console: Console) -> bool:
         comparison = compare(subject.attend(step), *subject.truth(step))
     except Exception as error:  # whatever a subject may raise: the others still count
         declined = subject.may_decline and isinstance(error, NotImplementedError)
-        what = "declined" if declined else f"WRONG, raised {type(error).__name__}"
-        _say(console, f"{now} vs {subject.compared_with}: {what}: {error}")
+        what = f"declined: {error}" if declined else f"WRONG, {words_of_error(error)}"
+        _say(console, f"{now} vs {subject.compared_with}: {what}")
         return declined
     _say(console, f"{now} vs {_verdict(subject, step, comparison)}")
     return comparison.ok

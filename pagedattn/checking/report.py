@@ -71,8 +71,8 @@ class Report:
                 title,
                 mode,
                 str(sum(tally.num_checked for tally in tallies)),
-                "none" if worst is None else f"{worst.error:.1e} {worst.tensor}",
-                "none" if worst is None else f"{worst.allowed:.1e}",
+                "-" if worst is None else f"{worst.error:.1e} {worst.tensor}",
+                "-" if worst is None else f"{worst.allowed:.1e}",
                 _verdict(tallies),
             )
         return table
@@ -101,6 +101,17 @@ class Report:
                 for subject, tallies in declined.items()
             ),
         ]
+
+    def summary(self) -> str:
+        """Who is right and who is wrong, in one line."""
+        wrong = list(dict.fromkeys(tally.subject for tally in self.wrong))
+        steps = f"{self.num_checked} steps in {self.seconds:.0f} s"
+        if wrong:
+            num_wrong = sum(len(tally.failures) for tally in self.wrong)
+            return f"WRONG: {', '.join(wrong)}; {num_wrong} of {steps}"
+        if not self.num_checked:
+            return "nothing was checked"
+        return f"ok: {', '.join(self.subjects)}; {steps}"
 
     def mismatches(self) -> list[str]:
         """For each tally that is wrong: the first failure, and how to see it again."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pagedattn.checking.choice import (
+    BACKEND_HELP,
     all_that_run,
     interpret_on_cpu,
     named_backends,
@@ -63,16 +64,22 @@ def _list_properties(context: click.Context, parameter: click.Parameter, wanted:
         context.exit()
 
 
-@click.command()
-@click.option("--backend", "backends", multiple=True, help="Backend to check; may be repeated.")
+@click.command(short_help="Compare backends, or your functions, with float64 attention.")
+@click.option("--backend", "backends", multiple=True, help=BACKEND_HELP)
 @click.option(
     "--target",
     "targets",
     multiple=True,
     metavar="MODULE:FUNCTION",
-    help="Function to check instead of backends, see below; may be repeated.",
+    help="Function to check instead of backends, see above; may be repeated.",
 )
-@click.option("--mode", type=click.Choice([*ALL_MODES, "all"]), default="all", show_default=True)
+@click.option(
+    "--mode",
+    type=click.Choice([*ALL_MODES, "all"]),
+    default="all",
+    show_default=True,
+    help="Steps that are drawn: query lengths alone differ.",
+)
 @click.option(
     "--property",
     "props",
@@ -159,9 +166,10 @@ def check(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    r"""Hold backends to float64 attention and to properties on random paged batches.
+    """Compare backends with float64 attention on drawn steps, and try properties of attention.
 
-    Without --backend and --target, every backend that runs on this machine. Exit code 1 if one is
+    Without --backend and --target, every backend that runs on this machine. All are compared with
+    the float64 reference, and that with dense float64, which knows no pages. Exit code 1 if one is
     wrong: its first wrong step is shrunk and kept as a capsule, which `pagedattn replay` reads.
 
     A target is any importable function
@@ -175,13 +183,13 @@ def check(
       k_pages     dtype[pages, page_size, num_kv_heads, head_dim]; v_pages alike
       kv_indptr   i32[batch + 1], where each request's pages begin in kv_indices
       kv_indices  i32[kv_indptr[-1]], physical page ids
-      kv_lens     i32[batch], keys of each request, this step's new tokens included
+      kv_lens     i32[batch], keys of each request, with this step's new tokens
       qo_indptr   i32[batch + 1], where each request's queries begin in q
       out         as q; lse f32[tokens, num_qo_heads], natural logarithm
 
     What it cannot compute it declines with NotImplementedError: such steps are counted, and others
     are drawn in their place.
-    """
+    """  # noqa: D301 - click wants the character
     where = usable_device(device)
     interpret_on_cpu(where)
     console = Console(stderr=as_json)
@@ -269,5 +277,5 @@ def _shown(outcomes: Iterator[Outcome], total: int | None) -> Iterator[Outcome]:
 
 def _print(report: Report, console: Console) -> None:
     console.print(report.table())
-    for line in [*report.notes(), *report.mismatches()]:
+    for line in [*report.notes(), *report.mismatches(), report.summary()]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -22,6 +22,7 @@ and never called a pass. Where it returns no LSE, that of float64 stands in, in 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -47,15 +48,17 @@ def target_subject(name: str, *, live: bool = False) -> Subject:
         live: For many steps: float64 answers are computed on the step's device.
 
     Raises:
-        ValueError: There is no such module, or it has no such function.
+        ValueError: There is no such module, it has no such function, or that takes other arguments.
     """
+    target = load_target(name)
+    _check_signature(target, name)
     truth = partial(truth_on_device if live else truth_of, arithmetic=FLOAT32_SUMS)
     return Subject(
         name=name,
         option=f"--target {name}",
         compared_with="float64 reference",
         backend=None,
-        attend=attend_with_target(load_target(name), name),
+        attend=attend_with_target(target, name),
         arithmetic=FLOAT32_SUMS,
         truth=truth,
         may_decline=True,
@@ -80,6 +83,21 @@ def load_target(name: str) -> Target:
         raise ValueError(f"target {name!r} is {type(found).__name__}, expected a function")
     target: Target = found
     return target
+
+
+def _check_signature(target: Target, name: str) -> None:
+    """Require that a function takes what `attend_with_target` gives, where Python can tell."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*range(7), causal=0, window_left=0, sm_scale=0, logits_soft_cap=0)
+    except TypeError as error:
+        raise ValueError(
+            f"target {name!r} takes {signature}, and not what it is given: {error}; the arguments "
+            "are listed by `pagedattn check --help`"
+        ) from None
 
 
 def attend_with_target(target: Target, name: str) -> Attend:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import traceback
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import pagedattn
 from pagedattn.backends import backend_names
 from pagedattn.checking.batch import Batch
 from pagedattn.checking.compare import Difference
@@ -101,8 +104,17 @@ def try_task(subject: Subject, task: Task, batch: Batch, device: torch.device) -
         if subject.may_decline and isinstance(error, NotImplementedError):
             return Tried(Outcome(task, declined=str(error) or "without a word"))
         raised = type(error).__name__
-        return Tried(replace(outcome, problem=f"raised {raised}: {error}", raised=raised))
+        return Tried(replace(outcome, problem=words_of_error(error), raised=raised))
     return Tried(outcome)
+
+
+def words_of_error(error: BaseException) -> str:
+    """What was raised, and by which line of code that is neither ours nor of a library we call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    known = tuple(str(Path(module.__file__ or "").parent) for module in (pagedattn, torch))
+    foreign = [frame for frame in frames if not frame.filename.startswith(known)]
+    place = f" ({Path(foreign[-1].filename).name}:{foreign[-1].lineno})" if foreign else ""
+    return f"raised {type(error).__name__}: {error}{place}"
 
 
 def subject_named(name: str, *, live: bool = False) -> Subject:

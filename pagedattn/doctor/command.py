@@ -17,8 +17,8 @@ from pagedattn.doctor.machine import Machine, examine
 from pagedattn.toolchain import family_words
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.command(short_help="Say what is installed, what works, and what cures the rest.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def doctor(as_json: bool) -> None:
     """Say what is installed, what works here, and what cures what does not.
 

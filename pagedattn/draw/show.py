@@ -16,14 +16,20 @@ from pagedattn.draw.table_file import TableFile, read_table
 _EXAMPLE = """
 \b
 Example:
-  {"page_size": 4, "kv_lens": [10, 6], "pages": [[3, 1, 4], [3, 5]], "qo_lens": [1, 6],
-   "window_left": 3, "num_pages": 8, "sink_page": 0}
+  {"page_size": 4, "kv_lens": [10, 6], "pages": [[3, 1, 4], [3, 5]],
+   "qo_lens": [1, 6], "window_left": 3, "num_pages": 8, "sink_page": 0}
 """
 
 
-@click.command(epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE, short_help="Draw a page table: who owns which page.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--mask", "request", type=int, help="Draw what the queries of this request see.")
+@click.option(
+    "--mask",
+    "request",
+    type=int,
+    metavar="REQUEST",
+    help="Draw what the queries of this request, counted from 0, see.",
+)
 @click.option(
     "--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an SVG too."
 )

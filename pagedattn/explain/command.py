@@ -66,7 +66,7 @@ class Explanation:
     defects: tuple[KnownDefect, ...]
 
 
-@click.command()
+@click.command(short_help="Say which backends compute a layer kind, and why not.")
 @click.option("--qo-heads", type=int, required=True, help="Query heads.")
 @click.option("--kv-heads", type=int, required=True, help="Key and value heads.")
 @click.option("--head-dim", type=int, required=True, help="Elements of one head.")
@@ -76,7 +76,11 @@ class Explanation:
 @click.option("--soft-cap", type=float, default=0.0, show_default=True, help="0: off.")
 @click.option("--causal/--non-causal", default=True, show_default=True)
 @click.option(
-    "--batch-size", "batch_sizes", type=int, multiple=True, help="A bucket's requests; repeatable."
+    "--batch-size",
+    "batch_sizes",
+    type=int,
+    multiple=True,
+    help="A bucket's requests, for the bytes of its workspaces; may be repeated.",
 )
 @click.option(
     "--max-tokens",
@@ -85,8 +89,10 @@ class Explanation:
     multiple=True,
     help="A bucket's query tokens, one for each --batch-size. [default: the batch size]",
 )
-@click.option("--flashinfer-version", help="[default: the installed one, else the newest known]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--flashinfer-version", help="Whose tables. [default: the installed one, else the newest known]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def explain(
     qo_heads: int,
     kv_heads: int,

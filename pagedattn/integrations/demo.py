@@ -99,19 +99,21 @@ def compare_with_sdpa(
     return Comparison(sdpa, paged, cache.page_table())
 
 
-@click.command()
+@click.command(short_help="Let a real model write through pages and through sdpa.")
 @click.option(
     "--model",
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder of a decoder-only model. Default: SmolLM2-135M-Instruct, where it is installed.",
+    help="Folder of a decoder-only model. [default: SmolLM2-135M-Instruct, if installed]",
 )
 @click.option(
     "--backend",
     type=click.Choice(backend_names()),
-    help="Default: triton on a GPU, reference on a CPU, where Triton's interpreter takes minutes.",
+    help="Where Triton interprets it takes minutes. [default: triton on a GPU, reference on a CPU]",
 )
-@click.option("--prompt", "prompts", multiple=True, help="May be given several times.")
+@click.option(
+    "--prompt", "prompts", multiple=True, help="What the model continues; may be repeated."
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=40, show_default=True)
 @click.pass_context
 def demo(
@@ -123,7 +125,7 @@ def demo(
 ) -> None:
     """Let a language model write through pages and through sdpa, and compare.
 
-    Exits with 1 where the texts differ, with 2 where there is no model.
+    Exit code 1 if the texts differ, 2 if there is no model.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if backend is None:

@@ -65,32 +65,37 @@ class Work:
     backends: tuple[str, ...]
 
 
-@click.command()
-@click.option("--head-dim", "head_dims", type=int, multiple=True, required=True, help="Repeatable.")
+@click.command(short_help="Compile kernels ahead of time, without a GPU too.")
+@click.option(
+    "--head-dim", "head_dims", type=int, multiple=True, required=True,
+    help="Elements of one head; may be repeated.",
+)  # fmt: skip
 @click.option(
     "--dtype", "dtypes", type=click.Choice(["bf16", "fp16"]), multiple=True, default=["bf16"],
-    show_default=True, help="Repeatable.",
+    show_default=True, help="May be repeated.",
 )  # fmt: skip
 @click.option("--window", is_flag=True, help="For layers with a window.")
 @click.option("--soft-cap", is_flag=True, help="For layers with a soft cap.")
 @click.option(
     "--kernel", "kernels", type=click.Choice(["fa2", "fa3"]), multiple=True,
-    help="Of FlashInfer; repeatable. [default: fa2, and fa3 where the GPU has it]",
+    help="Of FlashInfer; may be repeated. [default: fa2, and fa3 where the GPU has it]",
 )  # fmt: skip
 @click.option("--arch", help="GPU architecture, such as 9.0a. [default: the GPU here]")
 @click.option(
     "--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS,
-    show_default=True, help="Repeatable.",
+    show_default=True, help="May be repeated.",
 )  # fmt: skip
-@click.option("--qo-heads", type=click.IntRange(min=1), help="Triton's kernels need to know.")
-@click.option("--kv-heads", type=click.IntRange(min=1), help="Likewise.")
+@click.option(
+    "--qo-heads", type=click.IntRange(min=1), help="Query heads; only Triton's kernels need them."
+)
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Key and value heads; likewise.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--causal/--non-causal", default=True, show_default=True, help="Of Triton's kernels.")
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Compilers at once. [default: ninja's choice]"
 )
 @click.option(
-    "--wait/--no-wait", default=True, show_default=True, help="For another that compiles."
+    "--wait/--no-wait", default=True, show_default=True, help="For another process that compiles."
 )
 def precompile(
     head_dims: tuple[int, ...],
@@ -236,7 +241,7 @@ def _report(outcomes: list[Outcome], console: Console) -> None:
     for outcome in outcomes:
         if outcome.failure is None:
             continue
-        console.print(f"[red]failed[/red] {escape(outcome.failure.error)}", highlight=False)
+        console.print(f"[red]failed:[/red] {escape(outcome.failure.error)}", highlight=False)
         if outcome.failure.hint:
             console.print(f"  [cyan]{escape(outcome.failure.hint)}[/cyan]", highlight=False)
         if outcome.lines:

@@ -12,7 +12,13 @@ Version = tuple[int, ...]
 
 def load_flashinfer() -> Any:
     """Import FlashInfer, on first use only: it is heavy, and some versions need a GPU to import."""
-    return importlib.import_module("flashinfer")
+    try:
+        return importlib.import_module("flashinfer")
+    except ModuleNotFoundError as error:
+        if error.name != "flashinfer":
+            raise
+        message = 'flashinfer is not installed: pip install "pagedattn[flashinfer]"'
+        raise ModuleNotFoundError(message, name="flashinfer") from None
 
 
 def flashinfer_version(library: Any) -> Version:

@@ -21,9 +21,9 @@ from pagedattn.checking.planted.table import (
 )
 
 
-@click.command()
+@click.command(short_help="Say which faults, planted on purpose, the checks catch.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print the table as Markdown.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @click.option(
     "--update",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
