@@ -141,6 +141,14 @@ class PagedKVCache:
                 f"-1 to {self._num_slots - 1}"
             )
 
+    def __repr__(self) -> str:
+        allocator = self.allocator
+        return (
+            f"PagedKVCache({self.num_layers} layers, {allocator.num_pages} pages of "
+            f"{self.page_size} tokens, {self.pages.dtype}, device='{self.device}'), "
+            f"{len(allocator.requests)} requests, {allocator.num_free_pages} free pages"
+        )
+
     @property
     def _num_slots(self) -> int:
         return self.allocator.num_pages * self.page_size

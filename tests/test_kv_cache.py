@@ -82,6 +82,13 @@ def test_append_writes_every_planned_row_and_no_other_bit(device, case):
     cache.raise_if_refused()
 
 
+def test_repr_says_how_large_it_is_and_what_is_free():
+    cache = PagedKVCache(2, 8, 4, spec_of(), "cpu")
+    cache.extend("a", 5)
+    assert "2 layers, 8 pages of 4 tokens" in repr(cache)
+    assert repr(cache).endswith("1 requests, 5 free pages")
+
+
 @pytest.mark.parametrize("bad", [-2, -(2**40), 12, 2**31 + 5, 2**40])
 def test_a_slot_outside_the_cache_raises_and_writes_nothing_outside(device, bad):
     # the cache is the middle of a larger buffer, so a stray write would show

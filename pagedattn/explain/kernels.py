@@ -99,13 +99,13 @@ def eager_choices(spec: AttentionSpec, facts: DeviceFacts) -> list[Choice]:
     return [
         one_token,
         Choice(
-            f"a mean below {FA3_TILE} query tokens",
+            f"a mean below {FA3_TILE} query tokens a request",
             "prefill",
             short,
             f"fa3 gives every head a tile of {FA3_TILE} tokens, which short rows waste",
         ),
         Choice(
-            f"a mean of {FA3_TILE} query tokens or more",
+            f"a mean of {FA3_TILE} query tokens a request or more",
             "prefill",
             long,
             "measured: 1.5 to 1.7 times faster on prompts",

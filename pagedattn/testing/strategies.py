@@ -211,6 +211,9 @@ def batches(
 ) -> Batch:
     """Whole steps. Shrinks to one request with one token on page 0, in float32.
 
+    Requests without keys, without queries, and with more queries than keys are among them; where a
+    kernel never gets those, `.filter` leaves them out.
+
     Args:
         draw: Hypothesis's.
         mode: "prefill", "decode" or "mixed" (two requests at least); drawn where it is None.
