@@ -92,7 +92,7 @@ def eager_choices(spec: AttentionSpec, facts: DeviceFacts) -> list[Choice]:
         "one query token a request",
         "decode",
         "fa2",
-        "measured: fa3 is 4 to 5 times slower on one-token rows",
+        "measured: fa3 is 4 to 8 times slower on one-token rows",
     )
     if short == long:
         return [one_token, Choice("more query tokens", "prefill", long, _no_fa3(spec, facts))]
