@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from pagedattn import AttentionSpec, backend_names, unsupported_reasons
 
+_INTERPRET = os.environ.get("TRITON_INTERPRET")
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=10, deadline=None, suppress_health_check=_SLOW_DRAWS)
 settings.register_profile(
@@ -45,13 +46,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _triton_stays_as_it_is():
-    """Undo what a command run by a test does to the environment."""
-    interpret = os.environ.get("TRITON_INTERPRET")
+    """Undo what a command run by a test, or by a module's fixture, does to the environment."""
+    _reset_interpreter()
     yield
-    if interpret is None:
+    _reset_interpreter()
+
+
+def _reset_interpreter() -> None:
+    if _INTERPRET is None:
         os.environ.pop("TRITON_INTERPRET", None)
     else:
-        os.environ["TRITON_INTERPRET"] = interpret
+        os.environ["TRITON_INTERPRET"] = _INTERPRET
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """FlashInfer's known wrong answers: shown where a version has them, and right through ours."""
 
+import math
 from itertools import accumulate
 
 import pytest
@@ -21,6 +22,7 @@ from pagedattn import AttentionSpec, PagedAttention, PageTable
 from pagedattn.backends.flashinfer import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.defects import (
     DEFECTS,
+    EMPTY_WARPS,
     FA2_LOW_SCORES,
     FA2_WINDOW_WITHOUT_MASK,
     FA3_ROWS_WITHOUT_KEYS,
@@ -213,7 +215,7 @@ def test_the_lse_without_keys_is_finite_on_affected_versions(device, flashinfer)
     (kernel,) = wrapper._kernels.values()
     lse = torch.empty(step.q.shape[:2], device=device)
     kernel.wrapper.run(step.q, step.kv_cache, lse=lse, return_lse=True)
-    assert bool((lse[:2] == FINITE_INFINITY).all())
+    assert bool(((lse[:2] - FINITE_INFINITY).abs() < EMPTY_WARPS).all())
 
 
 def test_ours_gives_minus_infinity_without_keys(device, monkeypatch, flashinfer):  # noqa: F811
@@ -224,7 +226,7 @@ def test_ours_gives_minus_infinity_without_keys(device, monkeypatch, flashinfer)
 
         def finite(self, *arguments):
             attend(self, *arguments)
-            arguments[-1].nan_to_num_(neginf=FINITE_INFINITY)
+            arguments[-1].nan_to_num_(neginf=FINITE_INFINITY + math.log2(5))
 
         monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_run_module", finite)
     step = make_step(device, [0, 5, 3], [2, 5, 6])

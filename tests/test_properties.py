@@ -44,6 +44,15 @@ def test_right_attention_keeps_the_property(backend, device, prop, data, seed):
     assert not [f"{finding.problem} for {batch}" for finding in found if finding.problem]
 
 
+@pytest.mark.parametrize("prop", RELATIONS, ids=lambda prop: prop.name)
+def test_a_step_without_queries_is_a_trial_too(device, prop):
+    require("reference", prop, device)
+    batch = batch_of(AttentionSpec(4, 2, 16, torch.float32), 4, (5,), (0,))
+    found = findings("reference", prop, batch, 0, device)
+    assert found
+    assert not [finding.problem for finding in found if finding.problem]
+
+
 @pytest.mark.parametrize("prop", ON_STEPS_OF_THEIR_OWN, ids=lambda prop: prop.name)
 def test_right_attention_keeps_the_property_on_its_own_step(backend, device, prop):
     spec = AttentionSpec(4, 2, 64, half(backend), window_left=5)

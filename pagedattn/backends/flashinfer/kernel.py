@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn.backends.flashinfer.defects import FINITE_INFINITY, LSE_WITHOUT_KEYS, Call
+from pagedattn.backends.flashinfer.defects import (
+    EMPTY_WARPS,
+    FINITE_INFINITY,
+    LSE_WITHOUT_KEYS,
+    Call,
+)
 from pagedattn.backends.flashinfer.library import Version, plan_options, takes_argument
 from pagedattn.backends.flashinfer.overflow import read_overflow
 from pagedattn.backends.flashinfer.planner import LAST_ARGUMENTS, PlanCall, Planner
@@ -160,7 +165,7 @@ class Kernel:
         options = {"lse_base": "ln"} if self._natural_log else {}
         self.wrapper.run(q, (k_pages, v_pages), out=out, lse=lse, return_lse=True, **options)
         if self._finite_infinity:
-            lse.masked_fill_(lse == FINITE_INFINITY, -torch.inf)
+            lse.masked_fill_((lse - FINITE_INFINITY).abs_() < EMPTY_WARPS, -torch.inf)
         if not self._natural_log:
             lse.mul_(math.log(2.0))
 

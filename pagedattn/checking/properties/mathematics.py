@@ -41,8 +41,6 @@ def _constant_values(trial: Trial) -> Iterator[Finding]:
     step = trial.step(replace(trial.batch, values="constant_values"))
     answer, (expected, bound) = trial.answer(step), trial.subject.truth(step)
     value = _one_value(step)
-    if value is None:
-        return
     sees_key = (expected.lse > -torch.inf)[..., None]
     value = value.repeat_interleave(step.spec.group_size, dim=0).to(expected.out)
     right = AttentionOutput(torch.where(sees_key, value, 0), expected.lse)
@@ -50,13 +48,13 @@ def _constant_values(trial: Trial) -> Iterator[Finding]:
     yield related(what, answer.got, right, (answer,), bound)
 
 
-def _one_value(step: Step) -> Tensor | None:
-    """dtype[num_kv_heads, head_dim]: V of the first request's last key that has a query."""
+def _one_value(step: Step) -> Tensor:
+    """dtype[num_kv_heads, head_dim]: V of a key that some query sees; 0 where there is none."""
     for request, (qo_len, kv_len) in enumerate(zip(step.qo_lens, step.kv_lens, strict=True)):
         if qo_len and kv_len:
             page = int(step.page_table.pages_of(request)[-1])
             return step.kv_cache[page, 1, (kv_len - 1) % step.page_size]
-    return None
+    return step.kv_cache.new_zeros(step.kv_cache.shape[3:])
 
 
 def _zero_query(trial: Trial) -> Iterator[Finding]:
