@@ -64,35 +64,39 @@ def load_merged(
 ):  # fmt: skip
     """The merged state of pieces in slots `first`, `second`, `second + step`, ...
 
-    An empty piece changes nothing. Four pieces are loaded at a time: one after the other, their
-    latencies would be most of a short step.
+    An empty piece changes nothing. A few pieces are loaded at a time, as many as the registers
+    hold: one after the other, their latencies would be most of a short step.
     """
+    AT_ONCE: tl.constexpr = 4 if ROWS * D_PAD <= 2048 else 2
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([D_PAD, ROWS], tl.float32)
-    for i in range(0, num_pieces, 4):
+    for i in range(0, num_pieces, AT_ONCE):
         m0, l0, acc0 = _load_piece(
             PIECE_ACC, PIECE_ML, i, first, second, step, num_pieces, live, ROWS, D_PAD
         )
         m1, l1, acc1 = _load_piece(
             PIECE_ACC, PIECE_ML, i + 1, first, second, step, num_pieces, live, ROWS, D_PAD
         )
-        m2, l2, acc2 = _load_piece(
-            PIECE_ACC, PIECE_ML, i + 2, first, second, step, num_pieces, live, ROWS, D_PAD
-        )
-        m3, l3, acc3 = _load_piece(
-            PIECE_ACC, PIECE_ML, i + 3, first, second, step, num_pieces, live, ROWS, D_PAD
-        )
-        m_new = tl.maximum(m, tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)))
+        m_new = tl.maximum(m, tl.maximum(m0, m1))
+        if AT_ONCE == 4:
+            m2, l2, acc2 = _load_piece(
+                PIECE_ACC, PIECE_ML, i + 2, first, second, step, num_pieces, live, ROWS, D_PAD
+            )
+            m3, l3, acc3 = _load_piece(
+                PIECE_ACC, PIECE_ML, i + 3, first, second, step, num_pieces, live, ROWS, D_PAD
+            )
+            m_new = tl.maximum(m_new, tl.maximum(m2, m3))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         old = tl.exp2(m - m_finite)
         w0 = tl.exp2(m0 - m_finite)
         w1 = tl.exp2(m1 - m_finite)
-        w2 = tl.exp2(m2 - m_finite)
-        w3 = tl.exp2(m3 - m_finite)
-        l = l * old + (l0 * w0 + l1 * w1 + (l2 * w2 + l3 * w3))
-        acc = acc * old[None, :] + (
-            acc0 * w0[None, :] + acc1 * w1[None, :] + (acc2 * w2[None, :] + acc3 * w3[None, :])
-        )
+        l = l * old + (l0 * w0 + l1 * w1)
+        acc = acc * old[None, :] + (acc0 * w0[None, :] + acc1 * w1[None, :])
+        if AT_ONCE == 4:
+            w2 = tl.exp2(m2 - m_finite)
+            w3 = tl.exp2(m3 - m_finite)
+            l += l2 * w2 + l3 * w3
+            acc += acc2 * w2[None, :] + acc3 * w3[None, :]
         m = m_new
     return m, l, acc
