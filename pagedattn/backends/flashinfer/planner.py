@@ -84,16 +84,20 @@ class Planner:
             return
         self._planned = None
         self._when_settings_change()
-        if self._decodes:
-            self._plan_decode(call)
-        else:
-            self._plan_prefill(call)
+        self._plan_through_flashinfer(call)
         if self._last_arguments is not None and _KNOWN_OPTIONS.issuperset(call.options):
             self._planned = settings
 
-    def _plan_decode(self, call: PlanCall) -> None:
+    def _plan_through_flashinfer(self, call: PlanCall) -> None:
         arrays, spec = call.arrays, call.spec
+        queries: tuple[Tensor, ...] = ()
+        options = call.options
+        if not self._decodes:
+            queries = (arrays.host("qo_indptr"),)
+            longest = call.step.max_qo_len
+            options = {"causal": spec.causal, "max_token_per_sequence": longest, **options}
         self._wrapper.plan(
+            *queries,
             arrays.host("kv_indptr"),
             arrays.on_device("kv_indices"),
             arrays.host("last_page_len"),
@@ -105,27 +109,7 @@ class Planner:
             q_data_type=spec.dtype,
             kv_data_type=spec.dtype,
             seq_lens=arrays.host("kv_lens"),
-            **call.options,
-        )
-
-    def _plan_prefill(self, call: PlanCall) -> None:
-        arrays, spec = call.arrays, call.spec
-        self._wrapper.plan(
-            arrays.host("qo_indptr"),
-            arrays.host("kv_indptr"),
-            arrays.on_device("kv_indices"),
-            arrays.host("last_page_len"),
-            spec.num_qo_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            call.step.page_size,
-            causal=spec.causal,
-            window_left=spec.window_left,
-            q_data_type=spec.dtype,
-            kv_data_type=spec.dtype,
-            seq_lens=arrays.host("kv_lens"),
-            max_token_per_sequence=call.step.max_qo_len,
-            **call.options,
+            **options,
         )
 
     def _plan_directly(self, call: PlanCall) -> None:
