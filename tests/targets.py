@@ -90,7 +90,8 @@ def hostile(q, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, *tensors, **opt
     """Kills its process or hangs, for some lengths."""
     total = str(int(kv_lens.sum()))
     if total == os.environ[DIES]:
-        print("about to die", flush=True)
+        stack = "".join(f"frame #{number}: somewhere\n" for number in range(40))
+        print(f"about to die\n{stack}", flush=True)
         os.abort()
     if total == os.environ[HANGS]:
         time.sleep(1000)

@@ -8,8 +8,10 @@ import torch
 from flashinfer_cases import (  # noqa: F401
     HEADS,
     PAGE_SIZE,
+    TOKENS,
     assert_right,
     flashinfer,
+    graph_prefill,
     make_step,
     padded_query,
     right_answer,
@@ -107,6 +109,21 @@ def test_ours_reads_no_unused_slot_for_a_window_without_a_mask(device, window_le
     mask = {"causal": False, "window_left": window_left}
     wrapper.plan(step.qo_indptr, *step.kv_arrays, **mask)
     assert_right(*wrapper.run_return_lse(step.q, step.kv_cache), step, **mask)
+
+
+@pytest.mark.parametrize("window_left", [0, 3, 40])
+def test_a_graph_is_right_for_a_window_without_a_mask(device, window_left):
+    """Its grid is that of the largest step: what a schedule does not fill must do no harm."""
+    mask = {"causal": False, "window_left": window_left}
+    wrapper = graph_prefill(device, "fa2")
+    lens = [([9, 17, 4, 8], [4, 2, 4, 6]), ([60], [1]), ([], []), ([0, 50], [3, 9])]
+    for kv_lens, qo_lens in lens:
+        step = make_step(device, kv_lens, qo_lens)
+        wrapper.plan(step.qo_indptr, *step.kv_arrays, **mask)
+        out, lse = wrapper.run_return_lse(padded_query(step, TOKENS), step.kv_cache)
+        assert_right(out, lse, step, **mask)
+        for buffer in wrapper._step.kernel._schedules._buffers.values():
+            buffer.fill_(0x7F)  # the worst that a former schedule or owner can have left
 
 
 @pytest.mark.parametrize("causal", [True, False])

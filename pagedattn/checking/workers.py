@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -32,8 +33,10 @@ CHUNK = 16
 """Tasks that a worker gets at once, of one layer kind."""
 BUFFER = 400
 """Tasks for each worker that wait at most."""
-LAST_WORDS = 5
+LAST_WORDS = 8
 """Lines of a dead worker's standard error that are kept."""
+FRAME = re.compile(r"\s*frame #\d+:")
+"""Lines of a C++ stack, which say little and would be all that is kept."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,17 @@ class _Worker:
         os.close(self.events)
         with suppress(BrokenPipeError):
             self._tasks.close()
-        self._errors.seek(0)
-        said = self._errors.read()[-4000:].decode(errors="replace").splitlines()[-LAST_WORDS:]
-        self._errors.close()
+        said = self._last_words()
         ended = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         how = "gave no answer in time, and was killed" if time_up else ended
         return f"{how}: {' / '.join(said)}" if said else how
+
+    def _last_words(self) -> list[str]:
+        self._errors.seek(0)
+        lines = self._errors.read()[-100_000:].decode(errors="replace").splitlines()
+        self._errors.close()
+        said = [line.strip() for line in lines if line.strip() and not FRAME.match(line)]
+        return said[-LAST_WORDS:]
 
 
 class _Queue:

@@ -63,6 +63,20 @@ FA2_WINDOW_WITHOUT_MASK = Defect(
 FA2_SMALLEST_TILE = 16
 """Keys of fa2's smallest tile: with fewer, `FA2_ROWS_WITHOUT_KEYS` does not show."""
 
+FA2_GRAPH_WITHOUT_SPLIT = Defect(
+    name="fa2 in a captured graph with disable_split_kv=True",
+    first_right=(0, 7, 4),
+    affects=lambda call: call.kernel == "fa2",
+    instead=(
+        "the schedule's buffer is cleared before every plan: what is launched beyond the schedule "
+        "computes the first tile of request 0 once more"
+    ),
+    report=(
+        "found here: the grid is that of the largest step, and without a split nothing tells the "
+        "blocks beyond a smaller step that they have no work (0.6.18, illegal memory access)"
+    ),
+)
+
 _AS_OWN_REQUESTS = "queries that see no key are computed as requests of their own, without keys"
 
 FA2_ROWS_WITHOUT_KEYS = Defect(
@@ -124,6 +138,7 @@ FA2_LOW_SCORES = Defect(
 
 DEFECTS = (
     FA2_WINDOW_WITHOUT_MASK,
+    FA2_GRAPH_WITHOUT_SPLIT,
     FA2_ROWS_WITHOUT_KEYS,
     FA3_ROWS_WITHOUT_KEYS,
     FA3_WINDOW,

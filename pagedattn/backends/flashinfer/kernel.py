@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagedattn.backends.flashinfer.defects import (
     EMPTY_WARPS,
+    FA2_GRAPH_WITHOUT_SPLIT,
     FINITE_INFINITY,
     LSE_WITHOUT_KEYS,
     Call,
@@ -70,6 +71,7 @@ class Kernel:
         self._planner = Planner(wrapper, name, version, decodes, fixed, self._runner.forget)
         call = Call(version, name, causal=True, window_left=-1)
         self._finite_infinity = LSE_WITHOUT_KEYS.hits(call)
+        self._grid_has_no_end = fixed and FA2_GRAPH_WITHOUT_SPLIT.hits(call)
         # what stands for infinity is known in base 2
         self._natural_log = takes_argument(wrapper.run, "lse_base") and not self._finite_infinity
         self._options = plan_options(wrapper)
@@ -104,9 +106,10 @@ class Kernel:
     def plan(self, call: PlanCall) -> None:
         """Have FlashInfer plan; a too small integer workspace gives way to a larger one."""
         with on_device(self._device):
-            self._schedules.take()
+            clear = self._grid_has_no_end and bool(call.options.get("disable_split_kv"))
+            self._schedules.take(clear=clear)
             while not self._try_plan(call):
-                self._schedules.take()
+                self._schedules.take(clear=clear)
             self._schedules.keep_until_copied()
         self._planned_once = True
 

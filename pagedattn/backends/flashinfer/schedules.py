@@ -42,12 +42,19 @@ class PinnedSchedules:
         self._first_bytes = torch.empty(1, dtype=torch.uint8, device=ring.device)
         self._spare: Tensor | None = getattr(wrapper, _ATTRIBUTE)
 
-    def take(self) -> None:
-        """Give the wrapper the buffer of this turn, which no queued copy reads."""
+    def take(self, *, clear: bool) -> None:
+        """Give the wrapper the buffer of this turn, which no queued copy reads.
+
+        Args:
+            clear: Whether a plan must find nothing of earlier ones in it.
+        """
         turn = self._ring.turn
         if turn not in self._buffers:
             self._buffers[turn] = self._make_buffer()
-        setattr(self._wrapper, _ATTRIBUTE, self._buffers[turn])
+        buffer = self._buffers[turn]
+        if clear:
+            buffer.zero_()
+        setattr(self._wrapper, _ATTRIBUTE, buffer)
 
     def keep_until_copied(self) -> None:
         """Have the allocator of page-locked memory know that a queued copy reads this buffer.
