@@ -6,7 +6,7 @@ the file descriptor that it is given: the libraries below may print what they li
 | event | meaning |
 |---|---|
 | `{"hello": true}` | it is ready |
-| `{"begin": task, "compiles": bool}` | it begins a task; of a layer kind that it has not met |
+| `{"begin": task, "compiles": bool}` | it begins a task, for which kernels may be compiled |
 | `{"looking": outcome}` | the task is wrong, and is looked into |
 | `{"outcome": outcome}` | the task is done |
 | `{"idle": true}` | so are all tasks of the line |
@@ -56,7 +56,9 @@ def main(arguments: list[str]) -> None:
 def _examine(examiner: Examiner, task: Task, events: TextIO, met: set[object]) -> None:
     kind = kind_of_task(examiner.profile, task.subject, task.prop, task.seed, examiner.device)
     known = (task.subject, task.prop, kind)
-    _say(events, {"begin": asdict(task), "compiles": kind is not None and known not in met})
+    # which of FlashInfer's kernels a step needs depends on its lengths too
+    may_compile = kind is not None and (known not in met or task.subject == "flashinfer")
+    _say(events, {"begin": asdict(task), "compiles": may_compile})
     met.add(known)
     outcome = None
     for outcome in examiner.examine(task):

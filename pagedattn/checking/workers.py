@@ -45,7 +45,7 @@ class WorkerLimits:
 
     Args:
         case: For one step.
-        compiling: So many times longer for the first step of a layer kind.
+        compiling: So many times longer for a step whose kernels may have to be compiled.
         looking: For looking into a mismatch.
         start: To start.
     """
