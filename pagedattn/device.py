@@ -11,10 +11,19 @@ NOTHING = nullcontext()
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Name a device fully: `None` is the current GPU or the CPU, "cuda" the current GPU."""
+    """Name a device fully: `None` is the current GPU or the CPU, "cuda" the current GPU.
+
+    Raises:
+        ValueError: There is no GPU, or none of this number.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device '{device}': torch sees {torch.cuda.device_count()} GPUs here; `pagedattn "
+            "doctor` says more, and on a CPU the backends reference and triton (interpreted) run"
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

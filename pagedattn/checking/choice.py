@@ -27,7 +27,7 @@ def usable_device(name: str | None) -> torch.device:
     try:
         device = resolve_device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either
+    except (RuntimeError, ValueError) as error:  # torch's, and ours
         raise click.UsageError(f"--device {name}: {error}") from None
     return device
 
