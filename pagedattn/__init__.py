@@ -7,7 +7,8 @@ from pagedattn.attention import AttentionOutput, PagedAttention
 from pagedattn.backends import UnsupportedSpec, backend_names, unsupported_reasons
 from pagedattn.capacity import Capacity
 from pagedattn.kv_cache import OutOfPages, PageAllocator, PagedKVCache
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
 
 if TYPE_CHECKING:

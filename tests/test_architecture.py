@@ -15,6 +15,7 @@ FLOORS = {
     "spec": 0,
     "device": 0,
     "page_table": 0,
+    "slots": 0,
     "capacity": 0,
     "validation": 1,
     "staging": 1,

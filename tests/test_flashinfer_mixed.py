@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pagedattn.backends.flashinfer import FlashInferMixedWrapper
 from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.mixed_step import split_step
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 
 BATCH, TOKENS, PAGES, PROMPTS = 6, 24, 48, 3
 

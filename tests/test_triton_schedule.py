@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pagedattn.backends import unsupported_reasons
 from pagedattn.capacity import Capacity
 from pagedattn.device import resolve_device
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
 
 REASONS = unsupported_reasons("triton", AttentionSpec(1, 1, 16), 16, resolve_device(None))

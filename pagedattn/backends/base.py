@@ -44,7 +44,7 @@ class Backend(Protocol):
     def write_slots(self) -> Tensor:
         """i64[tokens], with a capacity i64[max_tokens], on the device, of the last plan.
 
-        See `pagedattn.page_table.write_slots`.
+        See `pagedattn.slots.write_slots`.
         """
         ...
 

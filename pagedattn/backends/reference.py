@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pagedattn.capacity import Capacity
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
 
 

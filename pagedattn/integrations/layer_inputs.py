@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pagedattn.checking.step import Step
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pagedattn.kv_cache import OutOfPages, PagedKVCache
-from pagedattn.page_table import PageTable, write_slots
+from pagedattn.page_table import PageTable
+from pagedattn.slots import write_slots
 
 
 @dataclass(frozen=True, eq=False)

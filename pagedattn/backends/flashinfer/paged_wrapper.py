@@ -55,7 +55,7 @@ class PagedWrapper:
         token_to_cache: i64[tokens] on the device, its place in that page:
             `kv_cache_layer[token_to_page, 0, token_to_cache] = k`.
         write_slots: i64[tokens] on the device, both in one, `page * page_size + place`; -1 for a
-            token without a place: see `pagedattn.page_table.write_slots`.
+            token without a place: see `pagedattn.slots.write_slots`.
     """
 
     def __init__(

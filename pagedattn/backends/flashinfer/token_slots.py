@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.host_step import HostStep
-from pagedattn.page_table import slots_of_arrays
+from pagedattn.slots import slots_of_arrays
 
 NO_SLOTS = np.empty(0, dtype=np.int64)
 """In place of `token_slots`, where somebody else says where new tokens belong."""
