@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, PagedAttention, unsupported_reasons
+from pagedattn.attention import AttentionOutput
 from pagedattn.checking.batch import VALUE_KINDS, Batch
 from pagedattn.checking.compare import check_backend
 from pagedattn.checking.step import attend_with
@@ -112,6 +113,40 @@ def test_a_row_that_sees_no_key_is_zero_with_an_lse_of_minus_infinity(backend, d
     assert (out[empty] == 0).all()
     assert (lse[empty] == -torch.inf).all()
     assert torch.isfinite(lse[23:40]).all()
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize(("kv_len", "qo_len"), [(5, 8), (100, 131)])  # one short, one long
+def test_a_row_that_sees_no_key_is_zero_beside_rows_that_see_nan(device, name, kv_len, qo_len):
+    out, lse = attend_beside_nan(name, AttentionSpec(2, 2, 64, FP16), kv_len, qo_len, 0, device)
+    empty = qo_len - kv_len
+    assert (out[:empty] == 0).all()
+    assert (lse[:empty] == -torch.inf).all()
+    assert torch.isnan(out[empty:]).all()
+    assert torch.isnan(lse[empty:]).all()
+
+
+def test_a_piece_without_visible_keys_adds_nothing_though_other_rows_see_nan_there(device):
+    """Full precision has the narrowest tiles, so that a block of so few keys is in pieces."""
+    kv_len, qo_len, piece = (190, 200, 64) if device.type == "cuda" else (30, 32, 16)
+    spec = AttentionSpec(1, 1, 256, FP32)
+    out, lse = attend_beside_nan("triton", spec, kv_len, qo_len, piece, device)
+    empty, block = qo_len - kv_len, 16
+    assert (out[:empty] == 0).all()
+    assert (lse[:empty] == -torch.inf).all()
+    assert torch.isfinite(out[empty:block]).all()  # they see keys of the first piece alone
+    assert torch.isfinite(lse[empty:block]).all()
+    assert torch.isnan(out[empty + piece :]).all()
+
+
+def attend_beside_nan(
+    name: str, spec: AttentionSpec, kv_len: int, qo_len: int, first_nan: int, device: torch.device
+) -> AttentionOutput:
+    """One request whose keys and values are NaN from key `first_nan` on, each in its own page."""
+    require_support(name, spec, 1, device)
+    step = batch_of(spec, 1, (kv_len,), (qo_len,)).materialise(device)
+    step.kv_cache[step.page_table.kv_indices[first_nan:].to(device)] = torch.nan
+    return attend_with(name)(step)
 
 
 @pytest.mark.parametrize("full_precision", [False, True], ids=["half", "float32"])

@@ -18,13 +18,16 @@ import triton.language as tl
 def store_piece(
     PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS: tl.constexpr, D_PAD: tl.constexpr
 ):
-    """Write one piece's state, rows in use alone: acc f32[D_PAD, ROWS], m and l f32[ROWS]."""
+    """Write one piece's state, rows in use alone: acc f32[D_PAD, ROWS], m and l f32[ROWS].
+
+    Of a row that saw no key, acc is written as 0: it may be NaN, see `finish`.
+    """
     rows = tl.arange(0, ROWS)
     at = slot.to(tl.int64) * ROWS
     tl.store(PIECE_ML + at * 2 + rows, m, mask=live)
     tl.store(PIECE_ML + at * 2 + ROWS + rows, l, mask=live)
     at_acc = at * D_PAD + rows[None, :] * D_PAD + tl.arange(0, D_PAD)[:, None]
-    tl.store(PIECE_ACC + at_acc, acc, mask=live[None, :])
+    tl.store(PIECE_ACC + at_acc, tl.where((l == 0)[None, :], 0.0, acc), mask=live[None, :])
 
 
 @triton.jit

@@ -76,6 +76,8 @@ def weigh(s, m, AXIS: tl.constexpr):
 @triton.jit
 def finish(m, l, acc, AXIS: tl.constexpr):
     """The output and the natural-log LSE of a finished state; 0 and -inf where it is empty."""
-    out = acc / tl.expand_dims(tl.where(l > 0, l, 1.0), AXIS)
-    lse = (m + tl.log2(tl.where(l > 0, l, 1.0))) * LN_2
+    total = tl.where(l == 0, 1.0, l)
+    # selected: 0 times the NaN that another row of the block sees is in an empty row's sum too
+    out = tl.where(tl.expand_dims(l == 0, AXIS), 0.0, acc / tl.expand_dims(total, AXIS))
+    lse = (m + tl.log2(total)) * LN_2
     return out, lse
