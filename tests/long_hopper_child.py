@@ -5,8 +5,9 @@ each case, as soon as it is known. It is a program of its own because a kernel t
 never comes hangs its process for good; the caller ends it.
 
 A case: spec (fields of AttentionSpec), page_size, kv_lens, qo_lens; and where they differ from what
-`batch_of` takes, values, garbage; strided ("heads" or "pages"): how the cache lies; graph: true,
-where the run is captured with another step planned and replayed with this one.
+`batch_of` takes, values, garbage; all_nan: true, where every key and value is NaN and some rows of
+one request see none; strided ("heads" or "pages"): how the cache lies; graph: true, where the run
+is captured with another step planned and replayed with this one.
 """
 
 from __future__ import annotations
@@ -104,12 +105,25 @@ def replayed(plain: bool) -> Callable[[Step], AttentionOutput]:
     return attend
 
 
+def check_empty_rows(step: Step, plain: bool) -> dict:
+    """Whether the first rows of one request, which see no key, are 0 where all others see NaN."""
+    step.kv_cache.fill_(torch.nan)
+    out, lse = eager(plain)(step)
+    empty = int(step.q.shape[0] - step.kv_lens[0])
+    is_zero = bool((out[:empty] == 0).all() and (lse[:empty] == -torch.inf).all())
+    is_nan = bool(out[empty:].isnan().all() and lse[empty:].isnan().all())
+    return {"ok": is_zero and is_nan, "worst": f"{empty} rows: {is_zero=}, the others: {is_nan=}"}
+
+
 def check(case: dict) -> dict:
     """Whether the Gluon kernel and the plain one are within the bound of float64."""
     step = step_of(case)
     how = replayed if case.get("graph") else eager
     answer = {}
     for name, plain in (("gluon", False), ("plain", True)):
+        if case.get("all_nan"):
+            answer[name] = check_empty_rows(step, plain)
+            continue
         comparison = check_backend("triton", step, attend=how(plain))
         answer[name] = {"ok": comparison.ok, "worst": str(comparison.worst)}
     return answer

@@ -35,6 +35,9 @@ CASES = {
     "more queries than keys": {
         "spec": HEADS, "page_size": 16, "kv_lens": [1, 40, 300, 0], "qo_lens": [300, 200, 500, 90],
     },
+    "empty rows beside NaN": {
+        "spec": HEADS, "page_size": 16, "kv_lens": [100], "qo_lens": [133], "all_nan": True,
+    },
     "infinity": {"spec": HEADS, "page_size": 64, "garbage": "infinity"} | RAGGED,
     "low scores": {"spec": HEADS, "page_size": 16, "values": "low_scores"} | RAGGED,
     "long context": {

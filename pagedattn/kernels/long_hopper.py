@@ -321,8 +321,10 @@ def _store_rows(
     """Write finished rows; 0 and -inf where a row saw no key."""
     S: gl.constexpr = l.type.layout
     ACC: gl.constexpr = acc.type.layout
-    total = gl.where(l > 0, l, 1.0)
-    out = acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None]
+    total = gl.where(l == 0, 1.0, l)
+    # selected: 0 times the NaN that another row of the block sees is in an empty row's sum too
+    empty = gl.convert_layout(l, gl.SliceLayout(1, ACC))[:, None] == 0
+    out = gl.where(empty, 0.0, acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None])
     row = first_row + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ACC))
     token = (qo_begin + row // GROUP).to(gl.int64)
