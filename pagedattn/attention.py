@@ -19,7 +19,6 @@ What the parameters mean, for every backend alike:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from pagedattn.backends import UnsupportedSpec, load_backend, unsupported_reasons
 from pagedattn.capacity import Capacity
 from pagedattn.device import is_capturing, on_device, resolve_device
-from pagedattn.operators import dispatch, layer_of, register
+from pagedattn.operators import dispatch, register
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
@@ -43,6 +42,7 @@ from pagedattn.validation import (
     check_query,
     halves_of,
     layout_of,
+    layout_of_cache,
     split_kv_cache,
 )
 from pagedattn.watch import Watch, Watcher
@@ -260,32 +260,34 @@ class PagedAttention:
             lse: Contiguous f32[tokens, num_qo_heads]; where given, it is written and returned.
         """
         if lse is None:
-            lse = torch.empty(tuple(q.shape[:2]), dtype=torch.float32, device=self.device)
+            lse = torch.empty(
+                (*q.shape[:1], self.spec.num_qo_heads), dtype=torch.float32, device=self.device
+            )
         return AttentionOutput(self._run(q, kv_cache, out, lse), lse)
 
-    def run_checked(
-        self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run_checked(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Check all tensors, then write `out` and `lse`: what the operator calls.
 
         Args:
             q: As for `run`.
-            kv_cache: One layer, as one tensor or as keys and values.
+            kv_cache: As for `run`.
             out: As `q`.
             lse: As for `run_return_lse`; `None`: not wanted.
         """
         step = self._planned_step()
         self._check_capture()
-        layouts = (step.num_rows, step.num_pages, *map(layout_of, (q, out, lse, *kv_cache)))
+        layouts = (
+            step.num_rows, step.num_pages,
+            layout_of(q), layout_of(out), layout_of(lse), layout_of_cache(kv_cache),
+        )  # fmt: skip
         if layouts != self._accepted:
             self._check_run(step, q, kv_cache, out, lse)
             self._accepted = layouts
         if step.num_rows:
-            k_pages, v_pages = halves_of(layer_of(kv_cache))
             with on_device(self.device):
-                self._backend.run(q, k_pages, v_pages, out, lse)
+                self._backend.run(q, kv_cache, out, lse)
             if self.shadow is not None and step.is_watched:
-                self.shadow.after_run(q, k_pages, v_pages, out, lse)
+                self.shadow.after_run(q, *halves_of(kv_cache), out, lse)
 
     def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
         if out is None:  # empty_like: a third of what empty costs the host
@@ -294,12 +296,11 @@ class PagedAttention:
         return out
 
     def _check_run(
-        self, step: _Step, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
+        self, step: _Step, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None
     ) -> None:
         """Check what `run` was given; only shapes, strides, dtypes and devices are asked for."""
         check_query(q, "q", self.spec, step.num_rows, self.device)
-        layer = layer_of(kv_cache)
-        split_kv_cache(layer, self.spec, self.page_size, step.num_pages, self.device)
+        split_kv_cache(kv_cache, self.spec, self.page_size, step.num_pages, self.device)
         if lse is not None:
             check_lse(lse, self.spec, step.num_rows, self.device)
         check_query(out, "out", self.spec, step.num_rows, self.device)

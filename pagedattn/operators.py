@@ -25,9 +25,7 @@ class Runnable(Protocol):
     number: int
     """From `register`."""
 
-    def run_checked(
-        self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run_checked(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Check the tensors, then write `out`, and `lse` where it is given."""
         ...
 
@@ -48,16 +46,11 @@ def dispatch(
     runnable: Runnable, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None
 ) -> None:
     """Call `run_checked`, by the operator where a compiler looks on, else without its cost."""
-    parts = [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
     if torch.compiler.is_compiling():
+        parts = [kv_cache] if isinstance(kv_cache, Tensor) else list(kv_cache)
         run_into(q, parts, out, lse, runnable.number)
     else:
-        runnable.run_checked(q, parts, out, lse)
-
-
-def layer_of(parts: Sequence[Tensor]) -> KVCache:
-    """One layer's cache, from how an operator takes it: one tensor, or keys and values."""
-    return parts[0] if len(parts) == 1 else (parts[0], parts[1])
+        runnable.run_checked(q, kv_cache, out, lse)
 
 
 @torch.library.custom_op("pagedattn::run_into", mutates_args=("out", "lse"))
@@ -68,12 +61,13 @@ def run_into(
 
     Args:
         q: As for `PagedAttention.run`.
-        kv_cache: One layer, as one tensor or as keys and values.
+        kv_cache: One layer, as a list of one tensor, or of keys and values.
         out: As `q`, written.
         lse: f32[tokens, num_qo_heads], written.
         number: Of the object that was planned.
     """
-    _RUNNABLES[number].run_checked(q, kv_cache, out, lse)
+    layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
+    _RUNNABLES[number].run_checked(q, layer, out, lse)
 
 
 @run_into.register_fake

@@ -194,6 +194,8 @@ def split_kv_cache(
                 f"[pages, 2, page_size, num_kv_heads, head_dim], got {list(kv_cache.shape)}"
             )
         names = ("kv_cache", "kv_cache")
+    elif len(kv_cache) != 2:
+        raise ValueError(f"kv_cache must be one tensor or two, got {len(kv_cache)}")
     parts = halves_of(kv_cache)
     for pages, name in zip(parts, names, strict=True):
         if list(pages.shape[1:]) != page_shape:
@@ -224,6 +226,13 @@ def layout_of(tensor: Tensor | None) -> tuple[object, ...] | None:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def layout_of_cache(kv_cache: KVCache) -> tuple[object, ...]:
+    """`layout_of` of one layer's cache."""
+    if isinstance(kv_cache, Tensor):
+        return kv_cache.shape, kv_cache.stride(), kv_cache.dtype, kv_cache.device
+    return tuple([layout_of(pages) for pages in kv_cache])
 
 
 def _check_dtype_and_device(

@@ -27,22 +27,22 @@ class WindowOneShort(ReferenceBackend):
 class BlindRowsAnswerOne(ReferenceBackend):
     """A row that sees no key gives 1."""
 
-    def run(self, q, k_pages, v_pages, out, lse):
-        super().run(q, k_pages, v_pages, out, lse)
+    def run(self, q, kv_cache, out, lse):
+        super().run(q, kv_cache, out, lse)
         out[(out == 0).flatten(1).all(1)] = 1
 
 
 class NeverWrites(ReferenceBackend):
     """Leaves its outputs as they are."""
 
-    def run(self, q, k_pages, v_pages, out, lse):
+    def run(self, q, kv_cache, out, lse):
         pass
 
 
 class Breaks(ReferenceBackend):
     """Raises an error."""
 
-    def run(self, q, k_pages, v_pages, out, lse):
+    def run(self, q, kv_cache, out, lse):
         raise RuntimeError("no more memory")
 
 

@@ -253,8 +253,8 @@ class OnItsDevice(backends.load_backend("reference")):
         super().plan(page_table, qo_indptr)
         self.calls.append(("plan", *self.entered))
 
-    def run(self, q, k_pages, v_pages, out, lse):
-        super().run(q, k_pages, v_pages, out, lse)
+    def run(self, q, kv_cache, out, lse):
+        super().run(q, kv_cache, out, lse)
         self.calls.append(("run", *self.entered))
 
 

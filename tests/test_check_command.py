@@ -38,15 +38,15 @@ def run(*arguments: str):
 class Wrong(ReferenceBackend):
     """One too much everywhere."""
 
-    def run(self, q, k_pages, v_pages, out, lse):
-        super().run(q, k_pages, v_pages, out, lse)
+    def run(self, q, kv_cache, out, lse):
+        super().run(q, kv_cache, out, lse)
         out += 1
 
 
 class Raising(ReferenceBackend):
     """Cannot compute anything, and finds out late."""
 
-    def run(self, q, k_pages, v_pages, out, lse):
+    def run(self, q, kv_cache, out, lse):
         raise ZeroDivisionError("no kernel for this")
 
 
@@ -285,8 +285,8 @@ def test_a_broken_property_is_shown_with_what_was_compared(monkeypatch):
     assert "keys moved" in CliRunner().invoke(main, shlex.split(again)).stdout
 
 
-def by_page_number(self, q, k_pages, v_pages, out, lse):
-    ReferenceBackend.run(self, q, k_pages, v_pages, out, lse)
+def by_page_number(self, q, kv_cache, out, lse):
+    ReferenceBackend.run(self, q, kv_cache, out, lse)
     out += sum(int(pages.sum()) for pages in self.pages)
 
 

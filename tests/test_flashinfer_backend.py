@@ -27,7 +27,7 @@ def run(backend: FlashInferBackend, step: Step, rows: int | None):
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:2], torch.nan, device=q.device)
     if rows:
-        backend.run(q, step.kv_cache[:, 0], step.kv_cache[:, 1], out, lse)
+        backend.run(q, step.kv_cache, out, lse)
     return out, lse
 
 
@@ -74,7 +74,7 @@ def test_a_strided_output_is_written(device):
     step = make_step(device, [9, 17, 30], [4, 1, 16])
     backend.plan(step.table, step.qo_indptr)
     wide = torch.full((21, 7, HEADS["head_dim"]), torch.nan, dtype=step.q.dtype, device=device)
-    backend.run(step.q, step.kv_cache[:, 0], step.kv_cache[:, 1], wide[:, 1:5], None)
+    backend.run(step.q, step.kv_cache, wide[:, 1:5], None)
     assert_right(wide[:, 1:5].contiguous(), None, step)
     assert bool(wide[:, [0, 5, 6]].isnan().all())
 

@@ -20,7 +20,7 @@ from triton._C.libtriton import native_specialize_impl  # noqa: E402
 from triton.backends.compiler import BaseBackend  # noqa: E402
 
 from pagedattn.attention import PagedAttention  # noqa: E402
-from pagedattn.backends.triton.launch import Launch, Pointers  # noqa: E402
+from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64]
 INTS = [0, 1, 2, 15, 16, 17, 48, 2**31 - 1, 2**31, 2**32, 2**62, -1, -16, -(2**31), -(2**31) - 1]
@@ -104,11 +104,28 @@ def test_what_is_remembered_of_a_layer_is_what_triton_compiled_for_its_addresses
             for dtype, offset in zip(dtypes, offsets, strict=True)
         ]
         before = len(recorder.direct)
-        launch(3, Pointers.of_layer(*tensors), Pointers.of(), 1, 2)
+        q, k_pages, v_pages, out, lse = tensors
+        launch(3, LayerPointers.of(q, (k_pages, v_pages), out, lse), Pointers.of(), 1, 2)
         for direct in recorder.direct[before:]:
             assert direct[4] == recorder.specialization([*tensors, 1, 2])
             assert direct[9:14] == tuple(tensor.data_ptr() for tensor in tensors)
     assert len(recorder.direct) >= len(launches)
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 3])
+@pytest.mark.parametrize("head_dim", [3, 16])  # of 3, values may begin anywhere
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_keys_and_values_in_one_tensor_are_where_their_views_are(num_pages, head_dim, offset):
+    pool = torch.zeros(5, 2, 4, 1, head_dim, dtype=torch.float16).flatten()
+    kv_cache = pool[offset:].as_strided(
+        (num_pages, 2, 2, 1, head_dim), (8 * head_dim, 4 * head_dim, 2 * head_dim, 2, 1)
+    )
+    q, halves = torch.zeros(1, 1, head_dim), kv_cache.unbind(1)
+    one, two = LayerPointers.of(q, kv_cache, q, q), LayerPointers.of(q, halves, q, q)
+    assert one[4:] == two[4:]
+    assert one.addresses[1:3] == tuple(half.data_ptr() for half in halves)
+    for mine, theirs in zip(one.tensors, two.tensors, strict=True):
+        assert (mine.data_ptr(), mine.stride()) == (theirs.data_ptr(), theirs.stride())
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

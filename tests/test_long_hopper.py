@@ -179,15 +179,26 @@ def test_only_caches_that_are_matrices_are_reached():
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 def test_a_map_is_made_once_a_cache_and_finds_its_slots():
+    from pagedattn.backends.triton.launch import LayerPointers
     from pagedattn.backends.triton.long_hopper import LongHopper
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
     sizes = (AttentionSpec(4, 2, 64, torch.float16), 16, tiles, 132)
     kernel = LongHopper(*sizes, torch.device("cpu"))
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
-    maps = [kernel.map_of(kv_cache[:, which]) for which in (0, 1, 0)]
-    assert maps[0] is maps[2] is not maps[1]
-    assert [m.descriptor.base.data_ptr() - kv_cache.data_ptr() for m in maps[:2]] == [0, 4096]
-    assert maps[0].rows_per_page == 32
-    assert list(maps[0].descriptor.shape) == [4 * 32 + 16, 2 * 64]
-    assert list(maps[0].descriptor.strides) == [128, 1]
+    q = torch.zeros(1, 4, 64, dtype=torch.float16)
+
+    def maps_of(cache):
+        return kernel.maps_of(LayerPointers.of(q, cache, q, q))
+
+    maps = maps_of(kv_cache)
+    assert maps_of(kv_cache) is maps
+    assert maps_of(kv_cache.unbind(1)) == maps
+    assert maps_of(kv_cache[:3]) != maps
+    assert maps_of((kv_cache[:, 1], kv_cache[:, 0])) == maps[::-1]
+    assert maps_of((kv_cache[:, 0], kv_cache[:0, 1])) is None
+    for at, half in zip((0, 4096), maps, strict=True):
+        assert half.descriptor.base.data_ptr() - kv_cache.data_ptr() == at
+        assert half.rows_per_page == 32
+        assert list(half.descriptor.shape) == [4 * 32 + 16, 2 * 64]
+        assert list(half.descriptor.strides) == [128, 1]

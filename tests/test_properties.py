@@ -202,8 +202,8 @@ class CountsPlans(ReferenceBackend):
         super().plan(page_table, qo_indptr)
         self.plans = getattr(self, "plans", 0) + 1
 
-    def run(self, q, k_pages, v_pages, out, lse):
-        super().run(q, k_pages, v_pages, out, lse)
+    def run(self, q, kv_cache, out, lse):
+        super().run(q, kv_cache, out, lse)
         out += self.plans
 
 

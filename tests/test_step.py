@@ -40,7 +40,7 @@ class Lazy(ReferenceBackend):
         Lazy.plans.append(page_table.kv_indices.tolist())
         super().plan(page_table, qo_indptr)
 
-    def run(self, q, k_pages, v_pages, out, lse):
+    def run(self, q, kv_cache, out, lse):
         pass
 
 

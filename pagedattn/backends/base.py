@@ -14,6 +14,7 @@ from torch import Tensor
 from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import KVCache
 
 
 class UnsupportedSpec(ValueError):
@@ -80,8 +81,6 @@ class Backend(Protocol):
         """
         ...
 
-    def run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Write `out`, and `lse` (natural logarithm) where it is given."""
         ...

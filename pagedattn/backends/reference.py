@@ -13,6 +13,7 @@ from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import KVCache, halves_of
 
 
 class ReferenceBackend:
@@ -52,13 +53,12 @@ class ReferenceBackend:
         """Never called: see `no_device_plan`."""
         raise NotImplementedError(self.no_device_plan)
 
-    def run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Write `out` and `lse`, rounded once from float64."""
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
+        k_pages, v_pages = halves_of(kv_cache)
         for request, kv_len in enumerate(self.kv_lens):
             begin, end = self.qo_bounds[request : request + 2]
             k = _gather(k_pages, self.pages[request], kv_len)

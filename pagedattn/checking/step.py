@@ -71,7 +71,7 @@ def oracle(step: Step) -> AttentionOutput:
     backend.plan(small.page_table, small.qo_indptr)
     out = torch.empty(small.q.shape, dtype=torch.float64)
     lse = torch.empty(small.q.shape[:2], dtype=torch.float64)
-    backend.run(small.q, small.kv_cache[:, 0], small.kv_cache[:, 1], out, lse)
+    backend.run(small.q, small.kv_cache, out, lse)
     return AttentionOutput(out, lse)
 
 

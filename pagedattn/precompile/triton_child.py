@@ -130,7 +130,7 @@ def warm(layer: Layer) -> None:
     pages = torch.empty(shape, dtype=spec.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     for wanted in (None, lse):
-        attention.run(q, pages[:, 0], pages[:, 1], torch.empty_like(q), wanted)
+        attention.run(q, pages, torch.empty_like(q), wanted)
     new = torch.empty(len(q), spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
     launch_append(new, new, attention.write_slots, pages, torch.zeros(1, dtype=torch.int32))
 

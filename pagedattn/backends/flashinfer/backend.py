@@ -27,6 +27,7 @@ from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import KVCache, halves_of
 
 _Wrapper = FlashInferDecodeWrapper | FlashInferPrefillWrapper | MixedWrapper
 Shape = tuple[int, int, int, int]
@@ -114,13 +115,11 @@ class FlashInferBackend:
         """Never called: see `no_device_plan`."""
         raise NotImplementedError(self.no_device_plan)
 
-    def run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Write `out` and `lse`."""
         if self._planned is None:
             raise RuntimeError("there is no plan: call plan() first")
-        self._planned.run_into(q, k_pages, v_pages, out, lse)
+        self._planned.run_into(q, *halves_of(kv_cache), out, lse)
 
 
 class _EagerWrappers:

@@ -27,9 +27,16 @@ from pagedattn.backends.flashinfer.token_slots import (
     place_of_slots,
 )
 from pagedattn.device import NOTHING, is_capturing, resolve_device
-from pagedattn.operators import dispatch, layer_of, register
+from pagedattn.operators import dispatch, register
 from pagedattn.spec import AttentionSpec
-from pagedattn.validation import KVCache, check_query, halves_of, layout_of, split_kv_cache
+from pagedattn.validation import (
+    KVCache,
+    check_query,
+    halves_of,
+    layout_of,
+    layout_of_cache,
+    split_kv_cache,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What FlashInfer's paged kernels take for queries, keys and values alike."""
@@ -216,9 +223,7 @@ class PagedWrapper:
         """Write `out` and `lse` of tensors that have been checked already."""
         raise NotImplementedError
 
-    def run_checked(
-        self, q: Tensor, kv_cache: Sequence[Tensor], out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run_checked(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Check `q` and one layer's cache (one tensor, or keys and values), then `run_into`."""
         step = self._planned_step()
         if not self.accelerator_graph and is_capturing(self.device):
@@ -226,13 +231,14 @@ class PagedWrapper:
                 "a CUDA graph is capturing run() of a wrapper that is not in graph mode: replays "
                 "would read stale plans; build it with accelerator_graph=True"
             )
-        layer = layer_of(kv_cache)
-        layouts = (step.num_rows, step.num_pages, step.spec, *map(layout_of, (q, *kv_cache)))
+        layouts = (
+            step.num_rows, step.num_pages, step.spec, layout_of(q), layout_of_cache(kv_cache),
+        )  # fmt: skip
         if layouts != self._accepted:
             check_query(q, "q", step.spec, step.num_rows, self.device)
-            split_kv_cache(layer, step.spec, self.page_size, step.num_pages, self.device)
+            split_kv_cache(kv_cache, step.spec, self.page_size, step.num_pages, self.device)
             self._accepted = layouts
-        self.run_into(q, *halves_of(layer), out, lse)
+        self.run_into(q, *halves_of(kv_cache), out, lse)
 
     def _planned_step(self) -> PlannedStep:
         if self._step is None:

@@ -19,7 +19,7 @@ from pagedattn.backends.triton.arguments import (
     tile_constants,
     window_of,
 )
-from pagedattn.backends.triton.launch import Launch, Pointers
+from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.tiles import (
     UNBOUNDED_ROWS,
@@ -36,6 +36,7 @@ from pagedattn.kernels.short import short_attention
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
+from pagedattn.validation import KVCache
 
 MAX_DRAFT = 4
 """Tokens a request: a capacity for no more is for decoding, and leaves all to the short kernel.
@@ -143,27 +144,24 @@ class TritonBackend:
         """i64[tokens], with a capacity i64[max_tokens]: see the protocol."""
         return self._buffers.slots[: self._num_rows]
 
-    def run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Launch the kernel of each list that is not empty."""
-        tensors = Pointers.of_layer(q, k_pages, v_pages, out, out if lse is None else lse)
-        k_strides, v_strides = k_pages.stride(), v_pages.stride()
-        strides = (q.stride()[0], out.stride()[0], *k_strides[:2], *v_strides[:2])
+        layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
+        row_strides = q.stride()[0], out.stride()[0]
         with_lse = lse is not None
         if self._has_short:
             self._short[with_lse](
-                self.tiles.short_chunks * self.spec.num_kv_heads, tensors, self._short_pointers,
-                *self._short_numbers, *strides,
+                self.tiles.short_chunks * self.spec.num_kv_heads, layer, self._short_pointers,
+                *self._short_numbers, *row_strides, *layer.page_strides,
             )  # fmt: skip
         if not self._has_long:
             return
         if self._long_hopper is None or not self._long_hopper.launch(
-            (k_pages, v_pages), (q, out, lse), self._hopper_schedule, self._long_numbers
+            with_lse, layer, self._hopper_schedule, (*self._long_numbers, *row_strides)
         ):
             self._long[with_lse](
-                self.tiles.long_programs, tensors, self._long_pointers,
-                *self._long_numbers, *strides,
+                self.tiles.long_programs, layer, self._long_pointers,
+                *self._long_numbers, *row_strides, *layer.page_strides,
             )  # fmt: skip
 
     def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from pagedattn.validation import KVCache, halves_of
+
 POINTER_ALIGNMENT = 16
 """Bytes: Triton compiles one kernel for addresses that are multiples of it, and one for others."""
 
@@ -37,15 +39,46 @@ class Pointers(NamedTuple):
         kind = [tensor.dtype for tensor in tensors]
         return cls(tensors, addresses, (*kind, *[a % POINTER_ALIGNMENT for a in addresses]))
 
+
+class LayerPointers(NamedTuple):
+    """What one run gives to its launches: `Pointers` to q, keys, values, out and lse.
+
+    K and V in one tensor are told apart by their addresses: views cost more than all else here. One
+    launch is given the same five dtypes always, so its kind is of alignments alone.
+    """
+
+    q: Tensor
+    kv_cache: KVCache
+    out: Tensor
+    lse: Tensor
+    page_strides: tuple[int, ...]  # pages and tokens of K, pages and tokens of V
+    addresses: tuple[int, ...]
+    kind: tuple[object, ...]
+
     @classmethod
-    def of_layer(cls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Pointers:
-        """`of` in half of the time, where one launch is given the same five dtypes always."""
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        q_at, k_at, v_at, out_at, lse_at = addresses
+    def of(cls, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor) -> LayerPointers:
+        """Describe the tensors of one run."""
+        if isinstance(kv_cache, Tensor):
+            page_stride, half_stride, token_stride = kv_cache.stride()[:3]
+            k_at = kv_cache.data_ptr()  # 0 where there are no pages, then of values too
+            v_at = k_at + half_stride * kv_cache.itemsize if k_at else 0
+            strides: tuple[int, ...] = page_stride, token_stride, page_stride, token_stride
+        else:
+            k_pages, v_pages = kv_cache
+            k_at, v_at = k_pages.data_ptr(), v_pages.data_ptr()
+            strides = *k_pages.stride()[:2], *v_pages.stride()[:2]
+        addresses = q_at, _, _, out_at, lse_at = (
+            q.data_ptr(), k_at, v_at, out.data_ptr(), lse.data_ptr(),
+        )  # fmt: skip
         kind: tuple[object, ...] = ()
         if (q_at | k_at | v_at | out_at | lse_at) % POINTER_ALIGNMENT:
             kind = tuple([address % POINTER_ALIGNMENT for address in addresses])
-        return cls((q, k, v, out, lse), addresses, kind)
+        return cls(q, kv_cache, out, lse, strides, addresses, kind)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What an ordinary launch is given."""
+        return self.q, *halves_of(self.kv_cache), self.out, self.lse
 
 
 class Launch:
@@ -84,7 +117,11 @@ class Launch:
             self._current_stream = triton.runtime.driver.active.get_current_stream
 
     def __call__(
-        self, grid: int, pointers: Pointers, more: Pointers, *numbers: int | float
+        self,
+        grid: int,
+        pointers: Pointers | LayerPointers,
+        more: Pointers,
+        *numbers: int | float,
     ) -> None:
         """Launch `grid` programs.
 
@@ -116,7 +153,11 @@ class Launch:
         )  # fmt: skip
 
     def _launch_ordinarily(
-        self, grid: int, pointers: Pointers, more: Pointers, numbers: tuple[int | float, ...]
+        self,
+        grid: int,
+        pointers: Pointers | LayerPointers,
+        more: Pointers,
+        numbers: tuple[int | float, ...],
     ) -> Any:
         return self._kernel[(grid,)](*pointers.tensors, *more.tensors, *numbers, **self._options)
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pagedattn.backends.triton.launch import POINTER_ALIGNMENT, Launch, Pointers
+from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
 from pagedattn.backends.triton.tiles import HopperTiles
 from pagedattn.kernels.long_hopper import long_attention_hopper
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import halves_of
 
 MAX_MAPS = 4096  # caches whose maps are kept: more than a model has layers
 NUM_WARPS = 4  # of the first consumer; the other partitions bring their own
@@ -91,7 +92,7 @@ class LongHopper:
         self._num_programs = num_programs
         self.box = [min(page_size, tiles.tile), spec.head_dim]
         self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
-        self._maps: dict[tuple[int, ...], PageMap | None] = {}
+        self._maps: dict[tuple[object, ...], tuple[PageMap, PageMap] | None] = {}
         self.constants = {
             "GROUP": spec.group_size,
             "HEAD_DIM": spec.head_dim,
@@ -109,41 +110,53 @@ class LongHopper:
             for with_lse in (False, True)
         ]
 
-    def map_of(self, pages: Tensor) -> PageMap | None:
-        """The map of a K or V cache; `None` where the copy engine cannot reach it.
+    def maps_of(self, layer: LayerPointers) -> tuple[PageMap, PageMap] | None:
+        """The maps of a layer's K and V; `None` where the copy engine cannot reach one of them.
 
-        Captured launches keep a copy of the map, so a replay reads the cache of its capture.
+        Captured launches keep a copy of the maps, so a replay reads the cache of its capture.
         """
-        key = (pages.data_ptr(), pages.shape[0], *pages.stride()[:2])
+        cache = layer.kv_cache
+        parts = (cache,) if isinstance(cache, Tensor) else cache
+        num_pages = tuple([pages.shape[0] for pages in parts])
+        key = (num_pages, layer.addresses[1:3], layer.page_strides)
         if key not in self._maps:
             if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
-            self._maps[key] = None if unreachable_reasons(pages) else self._make_map(pages)
+            k_pages, v_pages = halves_of(cache)
+            is_reached = not (unreachable_reasons(k_pages) or unreachable_reasons(v_pages))
+            maps = (self._make_map(k_pages), self._make_map(v_pages)) if is_reached else None
+            self._maps[key] = maps
         return self._maps[key]
 
     def launch(
         self,
-        pages: tuple[Tensor, Tensor],
-        rows: tuple[Tensor, Tensor, Tensor | None],
+        with_lse: bool,
+        layer: LayerPointers,
         schedule: Pointers,
         numbers: tuple[int | float, ...],
     ) -> bool:
         """Compute all long units, if the copy engine reaches the cache; return whether it does.
 
         Args:
-            pages: Of K and of V, as in the backend's `run`.
-            rows: q, out and lse, as in the backend's `run`.
+            with_lse: Whether the layer's lse is written.
+            layer: Of the backend's `run`.
             schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
-            numbers: num_kv_heads, window_left and the two factors of the scores.
+            numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
         """
-        q, out, lse = rows
-        k_map, v_map = map(self.map_of, pages)
-        if k_map is None or v_map is None:
+        maps = self.maps_of(layer)
+        if maps is None:
             return False
-        tensors = _pointers_of((k_map, v_map), q, out, out if lse is None else lse)
-        self._launches[lse is not None](
-            self._num_programs, tensors, schedule,
-            *numbers, q.stride(0), out.stride(0), k_map.rows_per_page, v_map.rows_per_page,
+        k_map, v_map = maps
+        # descriptors go as they are, and are of one kind here
+        q_at, _, _, out_at, lse_at = layer.addresses
+        pointers = Pointers(
+            (layer.q, k_map.descriptor, v_map.descriptor, layer.out, layer.lse),
+            (q_at, k_map.descriptor, v_map.descriptor, out_at, lse_at),
+            layer.kind,
+        )
+        self._launches[with_lse](
+            self._num_programs, pointers, schedule,
+            *numbers, k_map.rows_per_page, v_map.rows_per_page,
         )  # fmt: skip
         return True
 
@@ -155,15 +168,3 @@ class LongHopper:
         memory = _Memory(pages.data_ptr(), pages.dtype)
         descriptor = TensorDescriptor(memory, shape, [token_stride, 1], self.box, self.layout)
         return PageMap(descriptor, rows_per_page)
-
-
-def _pointers_of(maps: tuple[PageMap, PageMap], q: Tensor, out: Tensor, lse: Tensor) -> Pointers:
-    """The kernel's first arguments; descriptors go as they are, and are of one kind here."""
-    k_pages, v_pages = (page_map.descriptor for page_map in maps)
-    addresses = q.data_ptr(), out.data_ptr(), lse.data_ptr()
-    kind = (q.dtype, lse.dtype, *[address % POINTER_ALIGNMENT for address in addresses])
-    return Pointers(
-        (q, k_pages, v_pages, out, lse),
-        (addresses[0], k_pages, v_pages, *addresses[1:]),
-        kind,
-    )
