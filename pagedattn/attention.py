@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from pagedattn.backends import UnsupportedSpec, load_backend, unsupported_reason
 from pagedattn.capacity import Capacity
 from pagedattn.device import is_capturing, on_device, resolve_device
 from pagedattn.operators import dispatch, register
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import Int32s, PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
     KVCache,
@@ -127,7 +128,7 @@ class PagedAttention:
             self.shadow = shadow.watch(spec, page_size, backend, self.device, capacity)
         self.number = register(self)
         self._accepted: tuple[object, ...] = ()  # layouts of the last run that passed the checks
-        self._one_token_each = torch.zeros(1, dtype=torch.int32)
+        self._one_token_each = np.zeros(1, dtype=np.int32)
 
     def plan(self, page_table: PageTable, qo_indptr: Tensor | None = None) -> None:
         """Make ready for a step.
@@ -152,22 +153,22 @@ class PagedAttention:
         num_pages = check_page_table(table, self.page_size)
         batch_size, num_table_pages = len(table.arrays.kv_lens), len(table.arrays.kv_indices)
         if qo_indptr is None:
-            qo_indptr, num_tokens = self._decode_indptr(batch_size), batch_size
+            query_bounds = self._decode_bounds(batch_size)
         else:
             check_is_tensor(qo_indptr, "qo_indptr")
             qo_indptr = qo_indptr if qo_indptr.is_cpu else qo_indptr.to("cpu")
-            check_indptr(qo_indptr, "qo_indptr", batch_size)
-            num_tokens = int(qo_indptr.numpy()[-1])
+            query_bounds = check_indptr(qo_indptr, "qo_indptr", batch_size)
+        num_tokens = int(query_bounds[-1])
         if self.capacity is not None:
             self.capacity.check_fits(
                 batch_size=batch_size, num_tokens=num_tokens, num_pages=num_table_pages
             )
         with on_device(self.device):
-            self._backend.plan(table, qo_indptr)
+            self._backend.plan(table, query_bounds)
         num_rows = num_tokens if self.capacity is None else self.capacity.max_tokens
         is_watched = self.shadow is not None
         if self.shadow is not None:
-            self.shadow.begin_step(table, qo_indptr)
+            self.shadow.begin_step(table, torch.from_numpy(query_bounds))
         self._step = _Step(batch_size, num_tokens, num_table_pages, num_rows, num_pages, is_watched)
 
     def plan_device(
@@ -260,9 +261,9 @@ class PagedAttention:
             lse: Contiguous f32[tokens, num_qo_heads]; where given, it is written and returned.
         """
         if lse is None:
-            lse = torch.empty(
-                (*q.shape[:1], self.spec.num_qo_heads), dtype=torch.float32, device=self.device
-            )
+            rows = q.shape[0] if q.ndim else 0  # a q without rows is refused below
+            heads = self.spec.num_qo_heads  # not as a tuple: that costs torch half as much again
+            lse = torch.empty(rows, heads, dtype=torch.float32, device=self.device)
         return AttentionOutput(self._run(q, kv_cache, out, lse), lse)
 
     def run_checked(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
@@ -305,10 +306,10 @@ class PagedAttention:
             check_lse(lse, self.spec, step.num_rows, self.device)
         check_query(out, "out", self.spec, step.num_rows, self.device)
 
-    def _decode_indptr(self, batch_size: int) -> Tensor:
-        """i32[batch + 1] on the host: one query token a request; kept from step to step."""
-        if self._one_token_each.shape[0] != batch_size + 1:
-            self._one_token_each = torch.arange(batch_size + 1, dtype=torch.int32)
+    def _decode_bounds(self, batch_size: int) -> Int32s:
+        """i32[batch + 1]: one query token a request; kept from step to step."""
+        if len(self._one_token_each) != batch_size + 1:
+            self._one_token_each = np.arange(batch_size + 1, dtype=np.int32)
         return self._one_token_each
 
     def _planned_step(self) -> _Step:

@@ -7,6 +7,7 @@ that is recorded behind its copy and asked before the buffer is used again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ class Staging:
             self._packed[start : start + entries]
             for start, entries in zip(self._starts, room, strict=True)
         ]
-        self._hosts: dict[int, tuple[Tensor, NDArray[np.int32]]] = {}
+        self._hosts: dict[int, tuple[Tensor, Any]] = {}
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def upload(self, arrays: Sequence[NDArray[np.int32]], last: Sequence[int]) -> None:
@@ -123,13 +124,13 @@ class Staging:
         target.copy_(source, non_blocking=True)
         self._ring.hold()
 
-    def _next_host(self) -> tuple[Tensor, NDArray[np.int32]]:
-        """A page-locked i32 buffer, and its numpy view."""
+    def _next_host(self) -> tuple[Tensor, Any]:
+        """A page-locked i32 buffer, and a memoryview of it: numpy writes slices slower."""
         buffer = self._ring.next(self._num_bytes)
         turn = self._ring.turn
         if turn not in self._hosts:
             ints = buffer.view(torch.int32)
-            self._hosts[turn] = ints, ints.numpy()
+            self._hosts[turn] = ints, ints.numpy().data
         return self._hosts[turn]
 
     def _copy_of(self, host: Tensor, end: int) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,10 @@ def check_is_tensor(tensor: object, name: str) -> None:
         raise ValueError(f"{name} must be an int32 tensor, got {type(tensor).__name__}")
 
 
-def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
-    """Require i32[batch_size + 1] that starts at 0 and never decreases (host tensor)."""
+def check_indptr(tensor: Tensor, name: str, batch_size: int) -> NDArray[np.int32]:
+    """Require i32[batch_size + 1] that starts at 0 and never decreases; return its values."""
     check_index_tensor(tensor, name, batch_size + 1)
-    values = tensor.numpy()
+    values: NDArray[np.int32] = tensor.numpy()
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
     decreases = values[1:] < values[:-1]
@@ -46,6 +46,7 @@ def check_indptr(tensor: Tensor, name: str, batch_size: int) -> None:
         raise ValueError(
             f"{name} must not decrease, got {values[row]} then {values[row + 1]} at entry {row + 1}"
         )
+    return values
 
 
 def check_page_table(table: PageTable, page_size: int) -> int:
@@ -59,21 +60,21 @@ def check_page_table(table: PageTable, page_size: int) -> int:
         check_index_tensor(table.kv_indices, "kv_indices", int(indptr[-1]))
     if not batch_size:
         return 0
-    # In one number, which has a sign if any of these has: a bound, pages or a length below 0; a
-    # last page overfull; a page or more unused. What of it is wrong is asked afterwards. Nothing
-    # overflows that has no sign already.
+    # In one number, which has a sign if any of these has: a bound, pages or a length below 0, or a
+    # last page overfull. What of it is wrong is asked afterwards. Nothing overflows that has no
+    # sign already. (Where the least and the greatest are costs a quarter of what they are.)
     ends = indptr[1:]
     owned = ends - indptr[:-1]
     fits = len(ids) * page_size < 1 << 31
     unused = (owned if fits else owned.astype(np.int64)) * page_size - lens
-    signs = ends | owned | lens | unused | (page_size - 1 - unused)
-    if np.minimum.reduce(signs) < 0:
+    signs = ends | owned | lens | unused
+    if signs[signs.argmin()] < 0 or unused[unused.argmax()] >= page_size:
         _refuse_lengths(table)
     if not len(ids):
         return 0
     # in one pass, as a negative id is a huge one without its sign
-    highest = int(np.maximum.reduce(ids.view(np.uint32)))
-    if highest >= 1 << 31:
+    highest = int(ids[ids.view(np.uint32).argmax()])
+    if highest < 0:
         raise ValueError(f"kv_indices must not be negative, got page id {ids.min()}")
     return highest + 1
 

@@ -86,10 +86,10 @@ def right_answer(step: Step, **mask) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 attention and natural-log LSE of a step."""
     spec = AttentionSpec(**HEADS, dtype=step.q.dtype, **mask)
     oracle = ReferenceBackend(spec, step.table.page_size, step.q.device, None)
-    oracle.plan(step.table, step.qo_indptr)
+    oracle.plan(step.table, step.qo_indptr.numpy())
     out = torch.empty(step.q.shape, dtype=torch.float64, device=step.q.device)
     lse = torch.empty(step.q.shape[:2], dtype=torch.float64, device=step.q.device)
-    oracle.run(step.q, step.kv_cache[:, 0], step.kv_cache[:, 1], out, lse)
+    oracle.run(step.q, step.kv_cache, out, lse)
     return out, lse
 
 

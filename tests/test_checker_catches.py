@@ -1,7 +1,7 @@
 """Wrong attention is caught: each planted fault fails the draws that `pagedattn check` makes."""
 
+import numpy as np
 import pytest
-import torch
 
 from pagedattn import PageTable, backends
 from pagedattn.backends.reference import ReferenceBackend
@@ -38,7 +38,7 @@ def test_the_right_answer_passes_every_draw(draws):
 class StalePlan(ReferenceBackend):
     """Keeps its first plan for ever."""
 
-    def plan(self, page_table: PageTable, qo_indptr: torch.Tensor) -> None:
+    def plan(self, page_table: PageTable, qo_indptr: np.ndarray) -> None:
         if not hasattr(self, "kv_lens"):
             super().plan(page_table, qo_indptr)
 
@@ -46,7 +46,7 @@ class StalePlan(ReferenceBackend):
 class StalePages(ReferenceBackend):
     """Takes new lengths and keeps its first pages."""
 
-    def plan(self, page_table: PageTable, qo_indptr: torch.Tensor) -> None:
+    def plan(self, page_table: PageTable, qo_indptr: np.ndarray) -> None:
         first = getattr(self, "pages", None)
         super().plan(page_table, qo_indptr)
         if first is not None and [len(p) for p in first] == [len(p) for p in self.pages]:

@@ -20,7 +20,7 @@ CAPACITIES = {
 
 def run(backend: FlashInferBackend, step: Step, rows: int | None):
     """Plan and run as the facade does, with poisoned outputs."""
-    backend.plan(step.table, step.qo_indptr)
+    backend.plan(step.table, step.qo_indptr.numpy())
     rows = step.q.shape[0] if rows is None else rows
     q = torch.full((rows, *step.q.shape[1:]), 0.5, dtype=step.q.dtype, device=step.q.device)
     q[: step.q.shape[0]] = step.q
@@ -72,7 +72,7 @@ def test_the_spec_reaches_the_kernels(device, name, mask):
 def test_a_strided_output_is_written(device):
     backend = FlashInferBackend(SPEC, PAGE_SIZE, device, None)
     step = make_step(device, [9, 17, 30], [4, 1, 16])
-    backend.plan(step.table, step.qo_indptr)
+    backend.plan(step.table, step.qo_indptr.numpy())
     wide = torch.full((21, 7, HEADS["head_dim"]), torch.nan, dtype=step.q.dtype, device=device)
     backend.run(step.q, step.kv_cache, wide[:, 1:5], None)
     assert_right(wide[:, 1:5].contiguous(), None, step)

@@ -205,7 +205,7 @@ def test_separated_rows_keep_every_token_and_every_page(rows, min_keys):
     qo_lens, kv_lens = [q for _, q in rows], [kv for kv, _ in rows]
     table = PageTable.from_lengths(kv_lens, 2)
     qo_indptr = torch.tensor([0, *qo_lens], dtype=torch.int32).cumsum(0).int()
-    separated = separate_rows_without_keys(HostStep.of_table(table, qo_indptr), min_keys)
+    separated = separate_rows_without_keys(HostStep.of_table(table, qo_indptr.numpy()), min_keys)
     expected = []
     for kv_len, qo_len in rows:
         if min_keys <= kv_len < qo_len:

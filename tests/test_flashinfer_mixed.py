@@ -148,7 +148,7 @@ def test_splitting_keeps_every_token_and_every_page(rows, gap, causal):
     qo_lens, kv_lens = [q for _, q in rows], [kv for kv, _ in rows]
     table = PageTable.from_lengths(kv_lens, 2)
     qo_indptr = torch.tensor([0, *qo_lens], dtype=torch.int32).cumsum(0).int()
-    parts = split_step(HostStep.of_table(table, qo_indptr), causal=causal, last_gap=gap)
+    parts = split_step(HostStep.of_table(table, qo_indptr.numpy()), causal=causal, last_gap=gap)
     decode = [r for r, q in enumerate(qo_lens) if q == 1]
     prompts = [r for r, q in enumerate(qo_lens) if q > 1]
     assert parts.num_prompts == len(prompts)

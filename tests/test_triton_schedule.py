@@ -35,7 +35,7 @@ WINDOWS = st.sampled_from([-1, 0, 1, 15, 16, 128, 2000])
 def planned(spec: AttentionSpec, qo_lens, kv_lens, capacity=None, **options) -> TritonBackend:
     backend = TritonBackend(spec, 16, resolve_device(None), capacity, **options)
     qo_indptr = torch.tensor([0, *np.cumsum(qo_lens)], dtype=torch.int32)
-    backend.plan(PageTable.from_lengths(list(kv_lens), 16), qo_indptr)
+    backend.plan(PageTable.from_lengths(list(kv_lens), 16), qo_indptr.numpy())
     return backend
 
 

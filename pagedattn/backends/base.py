@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.capacity import Capacity
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import Int32s, PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import KVCache
 
@@ -65,8 +65,8 @@ class Backend(Protocol):
         """Every reason why this backend cannot compute `spec` here; empty when it can."""
         ...
 
-    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
-        """Make ready for a step. Tables are on the host; nothing is kept of them but copies."""
+    def plan(self, page_table: PageTable, qo_indptr: Int32s) -> None:
+        """Make ready for a step. Both are on the host; nothing is kept of them but copies."""
         ...
 
     def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:

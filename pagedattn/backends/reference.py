@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedattn.capacity import Capacity
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import Int32s, PageTable
 from pagedattn.slots import write_slots
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import KVCache, halves_of
@@ -42,12 +42,13 @@ class ReferenceBackend:
         """It computes everything that can be asked for, anywhere."""
         return []
 
-    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
+    def plan(self, page_table: PageTable, qo_indptr: Int32s) -> None:
         """Keep copies of the table and of the query bounds."""
         self.kv_lens = page_table.kv_lens.tolist()
         self.qo_bounds = qo_indptr.tolist()
         self.pages = [page_table.pages_of(r).long() for r in range(page_table.batch_size)]
-        self.write_slots = write_slots(page_table, qo_indptr, self.num_rows).to(self.device)
+        slots = write_slots(page_table, torch.from_numpy(qo_indptr), self.num_rows)
+        self.write_slots = slots.to(self.device)
 
     def plan_device(self, page_table: PageTable, qo_indptr: Tensor, num_pages: int) -> None:
         """Never called: see `no_device_plan`."""

@@ -68,7 +68,7 @@ def oracle(step: Step) -> AttentionOutput:
     """
     small = step.compacted()
     backend = ReferenceBackend(small.spec, small.page_size, torch.device("cpu"), None)
-    backend.plan(small.page_table, small.qo_indptr)
+    backend.plan(small.page_table, small.qo_indptr.numpy())
     out = torch.empty(small.q.shape, dtype=torch.float64)
     lse = torch.empty(small.q.shape[:2], dtype=torch.float64)
     backend.run(small.q, small.kv_cache, out, lse)

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -124,7 +125,7 @@ def warm(layer: Layer) -> None:
     num_pages = -(-_KV_LEN // layer.page_size)
     page_ids = torch.arange(2 * num_pages, dtype=torch.int32)
     table = PageTable.from_lengths([_KV_LEN, _KV_LEN], layer.page_size, page_ids)
-    attention.plan(table, torch.tensor([0, 1, 1 + _KV_LEN], dtype=torch.int32))
+    attention.plan(table, np.array([0, 1, 1 + _KV_LEN], dtype=np.int32))
     q = torch.empty(1 + _KV_LEN, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
     shape = (2 * num_pages, 2, layer.page_size, spec.num_kv_heads, spec.head_dim)
     pages = torch.empty(shape, dtype=spec.dtype)

@@ -25,7 +25,7 @@ from pagedattn.backends.flashinfer.paged_wrapper import DTYPES
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.workspace import Workspace
 from pagedattn.capacity import Capacity
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import Int32s, PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import KVCache, halves_of
 
@@ -100,7 +100,7 @@ class FlashInferBackend:
             reasons.append(str(error))
         return reasons
 
-    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
+    def plan(self, page_table: PageTable, qo_indptr: Int32s) -> None:
         """Pick a wrapper for the step and plan it."""
         step = HostStep.of_table(page_table, qo_indptr)
         wrapper = self._wrappers.of(step)

@@ -34,19 +34,18 @@ class HostStep:
     decodes: bool = False  # known to have one query token and at least one key a request
 
     @classmethod
-    def of_table(cls, table: PageTable, qo_indptr: Tensor) -> HostStep:
+    def of_table(cls, table: PageTable, qo_indptr: Ints) -> HostStep:
         """A step from a table that has been checked, on the host; caches are checked elsewhere."""
         indptr, ids, lens = table.arrays
-        queries = qo_indptr.numpy()
         full_pages = indptr[1:] - indptr[:-1] - 1
         all_have_keys = len(lens) > 0 and np.minimum.reduce(full_pages) >= 0
         if not all_have_keys:
             full_pages = np.maximum(full_pages, 0)
         last = lens - full_pages * table.page_size
         decodes = False
-        if all_have_keys and len(lens) == queries[-1]:
-            decodes = bool(np.maximum.reduce(queries[1:] - queries[:-1]) == 1)
-        return cls(table.page_size, queries, indptr, ids, lens, last, 0, decodes)
+        if all_have_keys and len(lens) == qo_indptr[-1]:
+            decodes = bool(np.maximum.reduce(qo_indptr[1:] - qo_indptr[:-1]) == 1)
+        return cls(table.page_size, qo_indptr, indptr, ids, lens, last, 0, decodes)
 
     @property
     def batch_size(self) -> int:

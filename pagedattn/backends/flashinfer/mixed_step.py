@@ -39,7 +39,7 @@ def split_step(step: HostStep, *, causal: bool, last_gap: bool) -> MixedStep:
         >>> from pagedattn.page_table import PageTable
         >>> import torch
         >>> table = PageTable.from_lengths([9, 5, 3], page_size=4)
-        >>> step = HostStep.of_table(table, torch.tensor([0, 1, 4, 5]).int())
+        >>> step = HostStep.of_table(table, np.array([0, 1, 4, 5], np.int32))
         >>> mixed = split_step(step, causal=True, last_gap=True)
         >>> mixed.decode_places.tolist(), mixed.prefill.qo_indptr.tolist()
         ([0, 4], [0, 1, 4, 5])

@@ -33,7 +33,7 @@ from pagedattn.kernels.ingest import ingest_table
 from pagedattn.kernels.long import long_attention
 from pagedattn.kernels.plan import build_schedule
 from pagedattn.kernels.short import short_attention
-from pagedattn.page_table import PageTable
+from pagedattn.page_table import Int32s, PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 from pagedattn.validation import KVCache
@@ -104,15 +104,14 @@ class TritonBackend:
             )
         return reasons
 
-    def plan(self, page_table: PageTable, qo_indptr: Tensor) -> None:
+    def plan(self, page_table: PageTable, qo_indptr: Int32s) -> None:
         """Copy the table to the device and build the schedule there."""
         kv_indptr, kv_indices, kv_lens = page_table.arrays
-        bounds = qo_indptr.numpy()
         # one request more than there are: the rows past the last token, which have no keys
-        batch_size, num_pages = len(bounds), len(kv_indices)
+        batch_size, num_pages = len(qo_indptr), len(kv_indices)
         if self.capacity is None:
-            self._num_rows = int(bounds[-1])
-            self._has_short, self._has_long = self._lists_of(bounds[1:] - bounds[:-1])
+            self._num_rows = int(qo_indptr[-1])
+            self._has_short, self._has_long = self._lists_of(qo_indptr[1:] - qo_indptr[:-1])
             size = StepSize(batch_size, self._num_rows, num_pages)
             if not self._size.covers(size):
                 self._make_room(self._size.grown_to(size))
@@ -120,7 +119,7 @@ class TritonBackend:
             self._num_rows = self.capacity.max_tokens
             self._has_short, self._has_long = True, self._may_have_long
         self._staging.upload(
-            (bounds, kv_indptr, kv_lens, kv_indices), (self._num_rows, num_pages, 0)
+            (qo_indptr, kv_indptr, kv_lens, kv_indices), (self._num_rows, num_pages, 0)
         )
         if self._num_rows:
             self._build_schedule(batch_size)
@@ -167,7 +166,7 @@ class TritonBackend:
     def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:
         """Whether the short and the long list will have entries."""
         max_len = self.tiles.max_short_rows // self.spec.group_size  # of a short request
-        if self._num_rows == 0 or np.maximum.reduce(qo_lens) <= max_len:
+        if self._num_rows == 0 or qo_lens[qo_lens.argmax()] <= max_len:
             return self._num_rows > 0, False
         return bool(((qo_lens > 0) & (qo_lens <= max_len)).any()), True
 
