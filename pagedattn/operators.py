@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -66,8 +66,8 @@ def run_into(
         lse: f32[tokens, num_qo_heads], written.
         number: Of the object that was planned.
     """
-    layer = kv_cache[0] if len(kv_cache) == 1 else (kv_cache[0], kv_cache[1])
-    _RUNNABLES[number].run_checked(q, layer, out, lse)
+    layer = kv_cache[0] if len(kv_cache) == 1 else tuple(kv_cache)
+    _RUNNABLES[number].run_checked(q, cast(KVCache, layer), out, lse)  # its length is checked there
 
 
 @run_into.register_fake

@@ -224,6 +224,7 @@ def test_a_wrong_lse_is_refused(attn, lse, message):
         ((good_pages(), good_pages(2)), "v_pages has 2 pages, but the planned page table"),
         ((good_pages().bfloat16(), good_pages()), "k_pages must be torch.float16, got"),
         ((good_pages(), good_pages().to("meta")), "v_pages must be on cpu, got meta"),
+        ((good_pages(), good_pages(), good_pages()), "kv_cache must be one tensor or two, got 3"),
     ],
 )
 def test_a_wrong_cache_is_refused(attn, cache, message):
