@@ -39,3 +39,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream_handle(device: torch.device) -> int:
+    """CUDA's handle of the current stream of a GPU.
+
+    By what compilers of torch call, in a thirtieth of the time of making a `Stream` to ask.
+    """
+    return torch._C._cuda_getCurrentRawStream(device.index)

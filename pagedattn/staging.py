@@ -21,7 +21,9 @@ INT_BYTES = 4
 
 
 class PinnedRing:
-    """Page-locked buffers in turn, each with the event behind which it may be rewritten.
+    """Page-locked buffers, each with the event behind which it may be rewritten.
+
+    A turn ends when the next step finds the buffer still read.
 
     Args:
         device: Where copies go; on a CPU the memory is ordinary.
@@ -34,9 +36,14 @@ class PinnedRing:
         self._on_gpu = device.type == "cuda"
         self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._copied: list[torch.Event | None] = [None] * num_buffers
+        self._held = False  # the event of this turn is behind all that reads its buffer
 
     def next(self, num_bytes: int) -> Tensor:
-        """Return u8[at least num_bytes] that no queued copy reads; the same one while it fits."""
+        """Return u8[at least num_bytes] that no queued copy reads; `hold` says when copies are."""
+        stays = self._may_stay(num_bytes)
+        self._held = False
+        if stays:
+            return self._buffers[self.turn]
         self.turn = (self.turn + 1) % len(self._buffers)
         event = self._copied[self.turn]
         if event is not None:
@@ -59,6 +66,19 @@ class PinnedRing:
                 event.record()  # on the current stream, in a quarter of the time of asking for it
             else:
                 event.record(torch.cuda.current_stream(self.device))
+            self._held = True
+
+    def _may_stay(self, num_bytes: int) -> bool:
+        """Whether this turn's buffer is free already: what was just used is in nearer caches.
+
+        Only once the next buffer is there: making one may wait for the GPU, so that is not left
+        for when copies queue up.
+        """
+        event = self._copied[self.turn]
+        following = self._buffers[(self.turn + 1) % len(self._buffers)]
+        if event is None or not self._held or following.numel() < num_bytes:
+            return False
+        return self._buffers[self.turn].numel() >= num_bytes and event.query()
 
     def wait(self) -> None:
         """Wait until every buffer may be rewritten."""

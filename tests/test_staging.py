@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn.staging import Staging
+from pagedattn.staging import PinnedRing, Staging
 
 ROOM = [20, 30, 60]
 
@@ -79,6 +79,38 @@ def test_uploads_behind_a_busy_stream_arrive_as_they_were(device):
         staging.upload([np.full(1000, i, np.int32)], [])
         copies.append(staging.arrays[0].clone())
     assert [copy.unique().tolist() for copy in copies] == [[i] for i in range(8)]
+
+
+@pytest.mark.gpu
+def test_a_buffer_is_used_again_once_its_copies_are_done_and_not_before(device):
+    ring = PinnedRing(device, num_buffers=2)
+    target = torch.empty(64, dtype=torch.uint8, device=device)
+
+    def upload() -> int:
+        buffer = ring.next(64)
+        target.copy_(buffer[:64], non_blocking=True)
+        ring.hold()
+        return buffer.data_ptr()
+
+    first, second = upload(), upload()
+    assert first != second
+    torch.cuda.synchronize()
+    assert upload() == second
+    torch.cuda.synchronize()
+    block_stream(device)
+    assert upload() == second
+    assert upload() == first
+    torch.cuda.synchronize()
+
+
+def test_a_buffer_that_nobody_holds_is_not_used_again_at_once(device):
+    ring = PinnedRing(device, num_buffers=2)
+    for _ in range(2):  # makes both
+        ring.next(64)
+        ring.hold()
+    ring.next(64)
+    before = ring.next(64).data_ptr()
+    assert ring.next(64).data_ptr() != before
 
 
 @pytest.mark.gpu

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedattn.backends.flashinfer.host_step import HostStep
@@ -24,6 +22,7 @@ from pagedattn.backends.flashinfer.step_arrays import StepArrays
 from pagedattn.backends.flashinfer.token_slots import NO_SLOTS, slot_arrays, token_slots
 from pagedattn.backends.flashinfer.workspace import Workspace, check_workspace
 from pagedattn.device import on_device
+from pagedattn.slots import Slots
 from pagedattn.spec import AttentionSpec
 
 
@@ -96,12 +95,12 @@ class KernelWrapper(PagedWrapper):
         """Decide how a step is computed, or refuse it; arguments as for `plan_step`."""
         raise NotImplementedError
 
-    def plan_prepared(self, prepared: PreparedStep, slots: NDArray[np.int64] = NO_SLOTS) -> None:
+    def plan_prepared(self, prepared: PreparedStep, slots: Slots = NO_SLOTS) -> None:
         """Send a step's arrays over, and have FlashInfer plan it.
 
         Args:
             prepared: From `prepare`.
-            slots: i64[tokens], where new tokens belong.
+            slots: [tokens], where new tokens belong.
         """
         self._step = None
         kernel, requests, spec, options, choice = prepared

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,6 +27,7 @@ from pagedattn.backends.flashinfer.token_slots import (
 )
 from pagedattn.device import NOTHING, is_capturing, resolve_device
 from pagedattn.operators import dispatch, register
+from pagedattn.slots import Slots
 from pagedattn.spec import AttentionSpec
 from pagedattn.validation import (
     KVCache,
@@ -173,14 +173,12 @@ class PagedWrapper:
             )
         return self._specs[key]
 
-    def _upload(
-        self, before: Sequence[NDArray[Any]], slots: NDArray[np.int64], last: NDArray[Any]
-    ) -> None:
+    def _upload(self, before: Sequence[NDArray[Any]], slots: Slots, last: NDArray[Any]) -> None:
         """Send a step's arrays over.
 
         Args:
             before: Those that come before the slots.
-            slots: i64[tokens], where new tokens belong.
+            slots: [tokens], where new tokens belong.
             last: The last one.
         """
         forms: list[NDArray[Any]] = [slots]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedattn.device import current_stream_handle
 from pagedattn.staging import PinnedRing
 
 _ATTRIBUTE = "_pin_memory_int_workspace_buffer"  # the same in every supported version
@@ -40,6 +41,7 @@ class PinnedSchedules:
         self._ring = ring
         self._buffers: dict[int, Tensor] = {}  # by turn
         self._first_bytes = torch.empty(1, dtype=torch.uint8, device=ring.device)
+        self._known: set[tuple[int, int]] = set()  # turns and streams that the allocator knows
         self._spare: Tensor | None = getattr(wrapper, _ATTRIBUTE)
 
     def take(self, *, clear: bool) -> None:
@@ -61,11 +63,16 @@ class PinnedSchedules:
 
         It follows torch's copies alone. Were the wrapper dropped before FlashInfer's copy is done,
         the memory would go to somebody else, and the step would run on what they write there. So
-        one byte of it is copied by torch, behind FlashInfer's copy.
+        one byte of it is copied by torch. That once tells the allocator of the stream: when the
+        buffer is dropped, it waits for all that the stream has queued by then.
         """
-        if self._ring.device.type == "cuda":
+        if self._ring.device.type != "cuda":
+            return
+        use = (self._ring.turn, current_stream_handle(self._ring.device))
+        if use not in self._known:
             buffer = getattr(self._wrapper, _ATTRIBUTE)
             self._first_bytes.copy_(buffer[:1], non_blocking=True)
+            self._known.add(use)
 
     def replace_integer_workspace(self, num_bytes: int) -> None:
         """Give the wrapper a new integer workspace; never once a graph has captured the old.
@@ -78,6 +85,7 @@ class PinnedSchedules:
         fresh = torch.empty(num_bytes, dtype=torch.uint8, device=self._ring.device)
         wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, fresh)
         self._buffers = {}
+        self._known = set()
         self._spare = getattr(wrapper, _ATTRIBUTE)  # one of that size, of its own
 
     def _make_buffer(self) -> Tensor:
