@@ -111,7 +111,7 @@ def scratch_of(attn: PagedAttention) -> list[torch.Tensor]:
     if attn.backend == "triton":
         buffers = attn._backend._buffers
         return [buffers.piece_acc, buffers.piece_ml, buffers.arrived, buffers.short_first]
-    return [attn._backend._workspace.tensor]
+    return [workspace.tensor for workspace in attn._backend.workspaces]
 
 
 def assert_related(got: AttentionOutput, expected: AttentionOutput, *bounds: Bound) -> None:

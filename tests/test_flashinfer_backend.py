@@ -6,11 +6,14 @@ from flashinfer_cases import HEADS, PAGE_SIZE, Step, assert_right, flashinfer, m
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedattn import AttentionSpec, Capacity, unsupported_reasons, write_slots
-from pagedattn.backends.flashinfer.backend import FlashInferBackend
+from pagedattn import AttentionSpec, Capacity, PageTable, unsupported_reasons, write_slots
+from pagedattn.backends.flashinfer.backend import FlashInferBackend, _GraphWrapper
+from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.kernel_choice import graph_prefill_kernel, prefill_kernel
+from pagedattn.backends.flashinfer.need import CapacityNeeds, WorkspaceNeed
 
 SPEC = AttentionSpec(**HEADS)
+ONE_TOKEN = torch.tensor([0, 1], dtype=torch.int32)
 CAPACITIES = {
     "eager": None,
     "few tokens a row": Capacity(max_batch_size=6, max_tokens=30, max_pages=64),
@@ -67,6 +70,32 @@ def test_the_spec_reaches_the_kernels(device, name, mask):
         step = make_step(device, *lens)
         out, lse = run(backend, step, None if capacity is None else capacity.max_tokens)
         assert_right(out, lse, step, **mask)
+
+
+@pytest.mark.parametrize("name", ["few tokens a row", "prompts"])
+def test_each_half_gets_the_workspace_that_it_needs(device, name):
+    capacity = CAPACITIES[name]
+    decode, prefill = WorkspaceNeed(5000, 64), WorkspaceNeed(70000, 64)
+    needs = CapacityNeeds(decode if name == "prompts" else None, prefill)
+    shape = (*HEADS.values(), PAGE_SIZE)
+    wrappers = _GraphWrapper(shape, device, capacity, SPEC, needs)
+    sizes = [need.float_bytes for need in needs if need is not None]
+    assert [workspace.num_bytes for workspace in wrappers.workspaces] == sizes
+    wrapper = wrappers.of(HostStep.of_table(PageTable.from_lengths([1], PAGE_SIZE), ONE_TOKEN))
+    halves = [wrapper._decode, wrapper._prefill] if name == "prompts" else [wrapper]
+    assert [half.float_workspace.numel() for half in halves] == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["few tokens a row", "prompts"])
+def test_no_workspace_of_a_capacity_grows(device, name):
+    if device.type != "cuda":
+        pytest.skip("the needs are those of FlashInfer's planners on a GPU")
+    capacity = CAPACITIES[name]
+    backend = FlashInferBackend(SPEC, PAGE_SIZE, device, capacity)
+    for lens in ([9, 17, 30], [1, 1, 1]), ([9, 17, 30], [4, 1, 16]), ([40], [30]):
+        run(backend, make_step(device, *lens), capacity.max_tokens)
+    assert all(workspace.num_outgrown_bytes == 0 for workspace in backend.workspaces)
 
 
 def test_a_strided_output_is_written(device):

@@ -17,9 +17,15 @@ from pagedattn.backends.flashinfer import (
 )
 from pagedattn.backends.flashinfer.kernel_choice import has_fa3
 from pagedattn.backends.flashinfer.library import flashinfer_version
-from pagedattn.backends.flashinfer.need import decode_need, eager_float_bytes, prefill_need
+from pagedattn.backends.flashinfer.need import (
+    capacity_needs,
+    decode_need,
+    eager_float_bytes,
+    prefill_need,
+)
 
 H200 = DeviceFacts(num_processors=132, compute_capability=(9, 0))
+A100 = DeviceFacts(num_processors=108, compute_capability=(8, 0))
 OLD, NEW = (0, 6, 18), (0, 7, 4)
 
 
@@ -53,6 +59,23 @@ def test_the_need_of_a_capacity_covers_both_halves(device):
     spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
     need = workspace_need(spec, Capacity(64, 8192, 4096), H200)
     assert need.float_bytes >= decode_need(spec, 64, H200, NEW).float_bytes
+
+
+def test_each_half_of_a_capacity_has_its_own_need():
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
+    needs = capacity_needs(spec, Capacity(16, 8192, 4096), H200, NEW)
+    assert needs.decode == decode_need(spec, 16, H200, NEW)
+    assert needs.prefill == prefill_need(spec, 2 * 16, 8192, "fa3", H200, NEW)
+    assert needs.decode.float_bytes > needs.prefill.float_bytes == 0
+    without_fa3 = capacity_needs(spec, Capacity(256, 8192, 4096), A100, NEW)
+    assert without_fa3.prefill.float_bytes > without_fa3.decode.float_bytes == 0
+
+
+def test_a_capacity_for_a_few_tokens_a_row_needs_the_prefill_wrapper_alone():
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128)
+    needs = capacity_needs(spec, Capacity(64, 256, 4096), H200, NEW)
+    assert needs.decode is None
+    assert needs.prefill == prefill_need(spec, 64, 256, "fa2", H200, NEW)
 
 
 def close(said: int, real: int) -> bool:

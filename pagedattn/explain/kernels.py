@@ -8,17 +8,14 @@ from pagedattn.backends.flashinfer.defects import DEFECTS, Call
 from pagedattn.backends.flashinfer.kernel_choice import (
     FA3_TILE,
     graph_prefill_kernel,
-    holds_prompts,
-    most_prompts,
     prefill_kernel,
 )
 from pagedattn.backends.flashinfer.library import Version
 from pagedattn.backends.flashinfer.need import (
     DeviceFacts,
-    decode_need,
     eager_float_bytes,
-    prefill_need,
 )
+from pagedattn.backends.flashinfer.need import capacity_needs as needs_of_wrappers
 from pagedattn.capacity import Capacity
 from pagedattn.explain.answers import dotted, has_fa3_kernel
 from pagedattn.spec import AttentionSpec
@@ -128,13 +125,9 @@ def capacity_needs(
         fa3=has_fa3_kernel(spec, facts),
         window_left=spec.window_left,
     )
-    if not holds_prompts(num_tokens, batch_size):
-        need = prefill_need(spec, batch_size, num_tokens, kernel, facts, version)
-        return [Need(bucket, "prefill", kernel, *need)]
-    rows = most_prompts(num_tokens, batch_size)
-    decode = decode_need(spec, batch_size, facts, version)
-    prefill = prefill_need(spec, 2 * rows, num_tokens, kernel, facts, version)
-    return [Need(bucket, "decode", "fa2", *decode), Need(bucket, "prefill", kernel, *prefill)]
+    decode, prefill = needs_of_wrappers(spec, capacity, facts, version)
+    needs = [] if decode is None else [Need(bucket, "decode", "fa2", *decode)]
+    return [*needs, Need(bucket, "prefill", kernel, *prefill)]
 
 
 def eager_need(spec: AttentionSpec, facts: DeviceFacts) -> Need:

@@ -20,7 +20,12 @@ from pagedattn.backends.flashinfer.kernel_choice import (
 )
 from pagedattn.backends.flashinfer.library import flashinfer_version, load_flashinfer
 from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper, MixedWrapper
-from pagedattn.backends.flashinfer.need import DeviceFacts, eager_float_bytes, workspace_need
+from pagedattn.backends.flashinfer.need import (
+    CapacityNeeds,
+    DeviceFacts,
+    capacity_needs,
+    eager_float_bytes,
+)
 from pagedattn.backends.flashinfer.paged_wrapper import DTYPES
 from pagedattn.backends.flashinfer.prefill import FlashInferPrefillWrapper
 from pagedattn.backends.flashinfer.workspace import Workspace
@@ -58,19 +63,16 @@ class FlashInferBackend:
         batch_invariant: bool = False,
     ) -> None:
         self.spec = spec
-        num_bytes = _first_workspace_bytes(spec, capacity, device)
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # One for all that runs in one stream: its content lives from a kernel to its merge
-        self._workspace = Workspace(tensor, "PagedAttention")
         self._options: dict[str, Any] = {"sm_scale": spec.scale}
         if spec.logits_soft_cap > 0:
             self._options["logits_soft_cap"] = spec.logits_soft_cap
         shape = (spec.num_qo_heads, spec.num_kv_heads, spec.head_dim, page_size)
         self._wrappers = (
-            _EagerWrappers(self._workspace, shape, device)
+            _EagerWrappers(shape, device, _eager_bytes(spec, device))
             if capacity is None
-            else _GraphWrapper(self._workspace, shape, device, capacity, spec)
+            else _GraphWrapper(shape, device, capacity, spec, _needs_of(spec, capacity, device))
         )
+        self.workspaces = self._wrappers.workspaces
         self._planned: _Wrapper | None = None
         self.write_slots = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -125,7 +127,10 @@ class FlashInferBackend:
 class _EagerWrappers:
     """Wrappers without static buffers; FlashInfer's own are made when a step first needs them."""
 
-    def __init__(self, workspace: Workspace, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: Shape, device: torch.device, num_bytes: int) -> None:
+        # One for all that runs in one stream: its content lives from a kernel to its merge
+        workspace = _make_workspace(num_bytes, "PagedAttention", device)
+        self.workspaces = [workspace]
         self._decode = FlashInferDecodeWrapper(workspace, *shape, device=device)
         self._prefill = FlashInferPrefillWrapper(workspace, *shape, device=device)
         self._mixed = MixedWrapper(self._decode, self._prefill, None)
@@ -143,15 +148,23 @@ class _EagerWrappers:
 
 
 class _GraphWrapper:
-    """The one wrapper whose captured run serves every step within a capacity."""
+    """The one wrapper whose captured run serves every step within a capacity.
+
+    Args:
+        shape: The sizes that all wrappers take.
+        device: Where attention runs.
+        capacity: The largest step.
+        spec: The layer kind.
+        needs: What to make workspaces for; they grow where that is too little.
+    """
 
     def __init__(
         self,
-        workspace: Workspace,
         shape: Shape,
         device: torch.device,
         capacity: Capacity,
         spec: AttentionSpec,
+        needs: CapacityNeeds,
     ) -> None:
         sizes: dict[str, Any] = {
             "batch_size": capacity.max_batch_size,
@@ -164,13 +177,17 @@ class _GraphWrapper:
             fa3=has_fa3(device, spec.head_dim),
             window_left=spec.window_left,
         )
+        prompts = _make_workspace(needs.prefill.float_bytes, "PagedAttention, prompts", device)
+        self.workspaces = [prompts]
         self._wrapper: _Wrapper
-        if holds_prompts(capacity.max_tokens, capacity.max_batch_size):
-            # fa3 needs none of it; where prompts take fa2, it grows
-            apart = torch.zeros(1024, dtype=torch.uint8, device=device)
+        if needs.decode is not None:
+            # apart, so that both halves may run at once
+            num_bytes = needs.decode.float_bytes
+            one_token_rows = _make_workspace(num_bytes, "PagedAttention, one-token rows", device)
+            self.workspaces = [one_token_rows, prompts]
             self._wrapper = FlashInferMixedWrapper(
-                workspace,
-                Workspace(apart, "PagedAttention, prompts"),
+                one_token_rows,
+                prompts,
                 *shape,
                 **sizes,
                 max_prefill_rows=most_prompts(capacity.max_tokens, capacity.max_batch_size),
@@ -179,7 +196,7 @@ class _GraphWrapper:
             )
         else:
             self._wrapper = FlashInferPrefillWrapper(
-                workspace, *shape, **sizes, device=device, accelerator_graph=True, backend=kernel
+                prompts, *shape, **sizes, device=device, accelerator_graph=True, backend=kernel
             )
 
     def of(self, step: HostStep) -> _Wrapper:
@@ -187,16 +204,21 @@ class _GraphWrapper:
         return self._wrapper
 
 
-def _first_workspace_bytes(
-    spec: AttentionSpec, capacity: Capacity | None, device: torch.device
-) -> int:
-    """What plans are expected to reserve; the workspace grows where that is wrong."""
-    if device.type != "cuda":
-        return 1024
-    facts = DeviceFacts.of(device)
-    if capacity is None:
-        return eager_float_bytes(spec, facts)
-    return max(1024, workspace_need(spec, capacity, facts).float_bytes)
+def _eager_bytes(spec: AttentionSpec, device: torch.device) -> int:
+    """What eager plans are expected to reserve at most; nothing is known of a CPU."""
+    return eager_float_bytes(spec, DeviceFacts.of(device)) if device.type == "cuda" else 0
+
+
+def _needs_of(spec: AttentionSpec, capacity: Capacity, device: torch.device) -> CapacityNeeds:
+    """What plans within a capacity are expected to reserve; a CPU counts as a small GPU."""
+    facts = DeviceFacts.of(device) if device.type == "cuda" else DeviceFacts(1, (8, 0))
+    return capacity_needs(spec, capacity, facts, flashinfer_version(load_flashinfer()))
+
+
+def _make_workspace(num_bytes: int, name: str, device: torch.device) -> Workspace:
+    """A workspace of that many bytes, and of some where none are needed."""
+    tensor = torch.zeros(max(num_bytes, 1024), dtype=torch.uint8, device=device)
+    return Workspace(tensor, name)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

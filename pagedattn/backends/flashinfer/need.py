@@ -54,6 +54,13 @@ class WorkspaceNeed(NamedTuple):
     int_bytes: int
 
 
+class CapacityNeeds(NamedTuple):
+    """What the wrappers of one capacity need; each has workspaces of its own."""
+
+    decode: WorkspaceNeed | None  # None: all rows run on the prefill wrapper
+    prefill: WorkspaceNeed
+
+
 def workspace_need(
     spec: AttentionSpec, capacity: Capacity, device_facts: DeviceFacts
 ) -> WorkspaceNeed:
@@ -69,15 +76,32 @@ def workspace_need(
         needs at most that.
     """
     version = flashinfer_version(load_flashinfer())
+    decode, prefill = capacity_needs(spec, capacity, device_facts, version)
+    return prefill if decode is None else WorkspaceNeed(*map(max, decode, prefill))
+
+
+def capacity_needs(
+    spec: AttentionSpec, capacity: Capacity, device_facts: DeviceFacts, version: Version
+) -> CapacityNeeds:
+    """What each wrapper of `PagedAttention(..., backend="flashinfer", capacity=capacity)` needs.
+
+    Args:
+        spec: The layer kind.
+        capacity: The largest step.
+        device_facts: The GPU.
+        version: FlashInfer's.
+    """
     batch_size, num_tokens = capacity.max_batch_size, capacity.max_tokens
     fa3 = device_facts.compute_capability[0] == 9 and spec.head_dim in FA3_HEAD_DIMS
     kernel = graph_prefill_kernel(num_tokens, batch_size, fa3=fa3, window_left=spec.window_left)
     if not holds_prompts(num_tokens, batch_size):
-        return prefill_need(spec, batch_size, num_tokens, kernel, device_facts, version)
+        alone = prefill_need(spec, batch_size, num_tokens, kernel, device_facts, version)
+        return CapacityNeeds(None, alone)
     rows = most_prompts(num_tokens, batch_size)
-    decode = decode_need(spec, batch_size, device_facts, version)
-    prefill = prefill_need(spec, 2 * rows, num_tokens, kernel, device_facts, version)
-    return WorkspaceNeed(*map(max, decode, prefill))
+    return CapacityNeeds(
+        decode_need(spec, batch_size, device_facts, version),
+        prefill_need(spec, 2 * rows, num_tokens, kernel, device_facts, version),
+    )
 
 
 def prefill_need(
