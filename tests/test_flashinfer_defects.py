@@ -1,6 +1,7 @@
 """FlashInfer's known wrong answers: shown where a version has them, and right through ours."""
 
 import math
+import warnings
 from itertools import accumulate
 
 import pytest
@@ -21,7 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, PagedAttention, PageTable
-from pagedattn.backends.flashinfer import FlashInferPrefillWrapper
+from pagedattn.backends.flashinfer import (
+    FlashInferDecodeWrapper,
+    FlashInferPrefillWrapper,
+    KnownDefectWarning,
+)
 from pagedattn.backends.flashinfer.defects import (
     DEFECTS,
     EMPTY_WARPS,
@@ -31,6 +36,7 @@ from pagedattn.backends.flashinfer.defects import (
     FINITE_INFINITY,
     LSE_WITHOUT_KEYS,
     Call,
+    warn_of_defects,
 )
 from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.kernel_choice import has_fa3
@@ -262,6 +268,34 @@ def test_fa2_takes_low_scores_for_none_on_affected_versions(device, flashinfer):
     out = call_flashinfer(flashinfer, step, "fa2", causal=True)
     right, _ = right_answer(step)
     assert (out.double() - right).abs().max() > 0.1
+
+
+def test_a_kernel_with_a_defect_that_nothing_is_done_about_warns(device, flashinfer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(flashinfer, "__version__", "0.6.18")
+    step = make_step(device, [9, 5], [4, 1])
+    wrapper = FlashInferPrefillWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
+    with pytest.warns(KnownDefectWarning, match=r"0\.6\.18.*-50000.*need 0\.7\.4"):
+        wrapper.plan(step.qo_indptr, *step.kv_arrays)
+
+
+def test_a_version_can_be_refused_for_it(device, flashinfer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(flashinfer, "__version__", "0.6.18")
+    step = make_step(device, [9, 5])
+    decode = FlashInferDecodeWrapper(workspace(device), *HEADS.values(), PAGE_SIZE, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KnownDefectWarning)
+        for _ in range(2):
+            with pytest.raises(KnownDefectWarning):
+                decode.plan(*step.kv_arrays)
+    with pytest.raises(RuntimeError, match="there is no plan"):
+        decode.run(step.q, step.kv_cache)
+
+
+@pytest.mark.parametrize(("kernel", "version"), [("fa2", (0, 7, 4)), ("fa3", (0, 6, 18))])
+def test_other_kernels_and_versions_do_not_warn(kernel, version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_defects(kernel, version)
 
 
 def test_every_defect_says_what_is_done_and_where_it_is_reported():

@@ -5,6 +5,7 @@ is built, so the package works where FlashInfer is not installed.
 """
 
 from pagedattn.backends.flashinfer.decode import FlashInferDecodeWrapper
+from pagedattn.backends.flashinfer.defects import KnownDefectWarning
 from pagedattn.backends.flashinfer.head_dim import check_flashinfer_head_dim
 from pagedattn.backends.flashinfer.mixed import FlashInferMixedWrapper
 from pagedattn.backends.flashinfer.need import DeviceFacts, WorkspaceNeed, workspace_need
@@ -21,6 +22,7 @@ __all__ = [
     "FlashInferDecodeWrapper",
     "FlashInferMixedWrapper",
     "FlashInferPrefillWrapper",
+    "KnownDefectWarning",
     "Workspace",
     "WorkspaceNeed",
     "WorkspacePool",

@@ -6,13 +6,18 @@ affected version, and the right answer of ours on every version.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedattn.backends.flashinfer.library import Version
 
 FIRST_SUPPORTED: Version = (0, 6, 18)
-"""Older versions were never tried."""
+"""Older versions were never tried.
+
+The floor is not raised for `FA2_LOW_SCORES`, the one defect without a way round: only models with
+such scores are concerned, and whoever serves one can have the warning refuse the version.
+"""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,11 @@ FA2_LOW_SCORES = Defect(
     name="fa2 where every score of a query is below -50000 before sm_scale",
     first_right=(0, 7, 4),
     affects=lambda call: call.kernel == "fa2",
-    instead="nothing: such a query gets what one without keys gets; use FlashInfer 0.7.4",
+    instead=(
+        "a KnownDefectWarning where such a kernel is made: scores are not known when planning, so "
+        "that it can neither be refused nor avoided, and such a query gets what one without keys "
+        "gets; use FlashInfer 0.7.4"
+    ),
     report="https://github.com/flashinfer-ai/flashinfer/issues/4267",
 )
 
@@ -145,3 +154,34 @@ DEFECTS = (
     LSE_WITHOUT_KEYS,
     FA2_LOW_SCORES,
 )
+
+
+class KnownDefectWarning(UserWarning):
+    """The installed FlashInfer has a wrong answer that nothing can be done about but to replace it.
+
+    To refuse such versions: `warnings.simplefilter("error", KnownDefectWarning)`.
+    """
+
+
+def warn_of_defects(kernel: str, version: Version) -> None:
+    """Warn of the defects that nothing is done about, where a kernel that has one is made.
+
+    Python shows a warning once a process, whatever is made later.
+
+    Args:
+        kernel: "fa2" or "fa3".
+        version: FlashInfer's.
+    """
+    right = FA2_LOW_SCORES.first_right or ()
+    if FA2_LOW_SCORES.hits(Call(version, kernel, causal=True, window_left=-1)):
+        warnings.warn(
+            f"FlashInfer {_dotted(version)} is wrong for {FA2_LOW_SCORES.name}: its output is that "
+            f"of a query without keys. Models with such scores need {_dotted(right)} or newer: pip "
+            f"install --upgrade flashinfer-python ({FA2_LOW_SCORES.report})",
+            KnownDefectWarning,
+            stacklevel=2,
+        )
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pagedattn.backends.flashinfer.defects import warn_of_defects
 from pagedattn.backends.flashinfer.host_step import HostStep
 from pagedattn.backends.flashinfer.kernel import Kernel
 from pagedattn.backends.flashinfer.library import Version
@@ -155,6 +156,7 @@ class KernelWrapper(PagedWrapper):
             buffers: In graph mode, the arrays that are static buffers, by FlashInfer's names.
             decodes: Whether it is the decode wrapper.
         """
+        warn_of_defects(name, version)
         static: dict[str, Any] = {}
         if self.accelerator_graph:
             static = {theirs: self._arrays.fixed(ours) for theirs, ours in buffers.items()}
