@@ -48,7 +48,9 @@ def probe(head_dim: int, kernels: list[str]) -> dict[str, float]:
     compile_only_paged()
     torch.manual_seed(0)
     device = torch.device("cuda")
-    kv_lens, qo_lens, heads, kv_heads = [70, 33], [5, 33], 4, 2
+    kv_lens, heads, kv_heads = [300, 133], 4, 2  # the longer one is split
+    # one for each of FlashInfer's tiles of queries, which are chosen by the mean length
+    steps = {"prefill": [5, 33], "long prefill": [100, 133], "decode": [1, 1]}
     pages = [-(-n // PAGE_SIZE) for n in kv_lens]
     cache = torch.randn(sum(pages), 2, PAGE_SIZE, kv_heads, head_dim, device=device).bfloat16()
     indptr = torch.tensor([0, pages[0], sum(pages)], dtype=torch.int32)
@@ -57,13 +59,13 @@ def probe(head_dim: int, kernels: list[str]) -> dict[str, float]:
     floats = torch.zeros(256 * 1024 * 1024, dtype=torch.uint8, device=device)
     errors = {}
     for kernel in kernels:
-        for mode, lens in (("prefill", qo_lens), ("decode", [1, 1])):
+        for mode, lens in steps.items():
             if mode == "decode" and kernel != "fa2":
                 continue
             q = torch.randn(sum(lens), heads, head_dim, device=device).bfloat16()
             sizes = (heads, kv_heads, head_dim, PAGE_SIZE)
             types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-            if mode == "prefill":
+            if mode != "decode":
                 wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, backend=kernel)
                 qo_indptr = torch.tensor([0, lens[0], sum(lens)], dtype=torch.int32)
                 wrapper.plan(qo_indptr, indptr, indices, last, *sizes, causal=True, **types)

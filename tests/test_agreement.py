@@ -51,6 +51,13 @@ def test_head_dims(backend, device, head_dim, full_precision):
     assert_agrees(backend, batch_of(spec, 16, (37, 50), (1, 6)), device)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
+def test_head_dims_in_the_largest_tiles_and_in_pieces(backend, device, head_dim):
+    """Tiles grow with the queries, and are refused where head sizes leave no room for them."""
+    spec = AttentionSpec(4, 2, head_dim, half(backend))
+    assert_agrees(backend, batch_of(spec, 16, (300, 80), (1, 70)), device)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_dtypes(backend, device, dtype, causal):

@@ -199,6 +199,8 @@ def test_head_sizes_are_checked_for_gpus_only(device, monkeypatch):
     check_flashinfer_head_dim(96, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"head_dim=96.*pad q, k and v with zeros to 128"):
         check_flashinfer_head_dim(96, torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"head_dim=192.*pad q, k and v with zeros to 256"):
+        check_flashinfer_head_dim(192, torch.device("cuda"))
     with pytest.raises(ValueError, match=r"head_dim=1000.*another backend"):
         check_flashinfer_head_dim(1000)
 

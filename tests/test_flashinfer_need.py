@@ -78,6 +78,14 @@ def test_a_capacity_for_a_few_tokens_a_row_needs_the_prefill_wrapper_alone():
     assert needs.prefill == prefill_need(spec, 64, 256, "fa2", H200, NEW)
 
 
+def test_eager_plans_of_larger_heads_reserve_fewer_rows():
+    rows = {
+        head_dim: eager_float_bytes(AttentionSpec(8, 2, head_dim), H200) / (4 * 8 * (head_dim + 1))
+        for head_dim in (64, 128, 256, 512)
+    }
+    assert rows == {64: 132 * 128, 128: 132 * 128, 256: 132 * 64, 512: 132 * 32}
+
+
 def close(said: int, real: int) -> bool:
     return real <= said <= max(1.3 * real, real + 64)
 
@@ -85,7 +93,7 @@ def close(said: int, real: int) -> bool:
 SHAPES = {
     "kv_heads": st.sampled_from([1, 2, 8]),
     "group": st.sampled_from([1, 3, 4, 7, 16]),
-    "head_dim": st.sampled_from([64, 128]),
+    "head_dim": st.sampled_from([64, 128, 512]),
     "batch": st.sampled_from([1, 2, 16, 33, 64, 256]),
 }
 

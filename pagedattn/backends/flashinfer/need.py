@@ -27,6 +27,7 @@ PACKED_ROWS: Version = (0, 7, 4)
 
 _INT = 4  # bytes of an index
 _FA3_TILES_PER_SCHEDULE = 4096
+_LONG = 1 << 20  # packed query rows: enough for the largest tile
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def decode_need(
 
 def eager_float_bytes(spec: AttentionSpec, facts: DeviceFacts) -> int:
     """The most that an eager plan reserves: it splits requests only until the GPU is full."""
-    rows = _most_split_tiles(spec, facts) * 128
+    rows = _most_split_tiles(spec, facts) * _fa2_tile(_LONG, spec.head_dim)
     return 4 * spec.num_qo_heads * rows * (spec.head_dim + 1)
 
 
@@ -202,7 +203,11 @@ def _most_split_tiles(spec: AttentionSpec, facts: DeviceFacts) -> int:
 
 
 def _fa2_tile(packed_len: int, head_dim: int) -> int:
-    """Packed query rows of one tile, on GPUs of compute capability 8.0 and up."""
+    """Packed query rows of one tile, on GPUs of compute capability 8.0 and up.
+
+    It is larger where a tile of 16 does not leave room for keys in shared memory: at head_dim 256
+    both take 72 KiB, which all these GPUs have.
+    """
     if head_dim >= 512:
         return 16 if packed_len <= 32 else 32
     if packed_len > 64 and head_dim < 256:
