@@ -66,6 +66,18 @@ class OnlyHeadDim64(ReferenceBackend):
         return [] if spec.head_dim == 64 else [f"head_dim={spec.head_dim}"]
 
 
+class Interrupted(ReferenceBackend):
+    """Somebody presses Ctrl-C in its third run."""
+
+    calls = 0
+
+    def run(self, q, kv_cache, out, lse):
+        type(self).calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        super().run(q, kv_cache, out, lse)
+
+
 def plant(monkeypatch, *classes):
     for cls in classes:
         entry = backends._Entry(f"{__name__}.{cls.__name__}", needs="torch", install="")
@@ -357,3 +369,14 @@ def test_it_works_without_hypothesis():
         "check(['--property', 'poison', '--examples', '1', '--backend', 'reference'])\n"
     )
     assert "reference: poison" in run_fresh(code)
+
+
+def test_what_was_tried_before_an_interruption_is_told(monkeypatch):
+    plant(monkeypatch, Interrupted)
+    monkeypatch.setattr(Interrupted, "calls", 0)
+    result = run("--backend", "interrupted", "--examples", "50", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["verdict"] == "ok"
+    assert document["cases"] == 2
+    assert document["not_tried"][-1].startswith("interrupted")

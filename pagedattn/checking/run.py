@@ -257,22 +257,27 @@ def _check(wanted: _Wanted, subjects: list[Subject], device: torch.device) -> Re
         outcomes = outcomes_of_workers(examiner, schedule, wanted.jobs, wanted.limits, end)
     else:
         outcomes = outcomes_here(examiner, schedule, end)
-    tallies = tally(_shown(outcomes, None if endless else schedule.num_tasks))
+    tallies = tally(_shown(outcomes, None if endless else schedule.num_tasks, left_out))
     order = {(group.subject, group.prop): i for i, group in enumerate(groups)}
     tallies.sort(key=lambda t: (order[t.subject, t.prop], ALL_MODES.index(t.mode)))
     seconds = time.monotonic() - begin
     return Report(device, profile, wanted.seed, by_name, tallies, left_out, seconds)
 
 
-def _shown(outcomes: Iterator[Outcome], total: int | None) -> Iterator[Outcome]:
-    """The outcomes, with a bar that says how far it is."""
+def _shown(
+    outcomes: Iterator[Outcome], total: int | None, left_out: list[str]
+) -> Iterator[Outcome]:
+    """The outcomes, with a bar that says how far it is; those before an interruption count."""
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("check", total=total)
-        for outcome in outcomes:
-            task = outcome.task
-            said = f"{task.subject}: {task.prop}, {task.mode}"
-            progress.update(bar, advance=outcome.declined is None, description=said)
-            yield outcome
+        try:
+            for outcome in outcomes:
+                task = outcome.task
+                said = f"{task.subject}: {task.prop}, {task.mode}"
+                progress.update(bar, advance=outcome.declined is None, description=said)
+                yield outcome
+        except KeyboardInterrupt:
+            left_out.append("interrupted: what was not tried until then is not counted")
 
 
 def _print(report: Report, console: Console) -> None:

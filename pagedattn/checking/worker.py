@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from pagedattn.checking.task import Task, subject_named
 
 def main(arguments: list[str]) -> None:
     """Work until the standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this
     settings: dict[str, Any] = json.loads(arguments[0])
     device = torch.device(settings["device"])
     interpret_on_cpu(device)
