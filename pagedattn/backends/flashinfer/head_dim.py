@@ -9,9 +9,8 @@ from pagedattn.backends.flashinfer.library import Version, flashinfer_version, l
 # First version: sizes that its kernels are compiled for and that were right against float64. Found
 # by benchmarks/probe_flashinfer_head_dims.py on an H200 in bf16, which runs every size in a process
 # of its own: 16, 32 and 48 raise, 80, 96, 112, 160 and 224 end in an illegal memory access, 320,
-# 384 and 448 do not compile. 192 is right for short queries alone: for more than 64 packed rows a
-# request FlashInfer's planner takes a tile of 128, and its dispatch (prefill.cuh) refuses what it
-# picks for that on a Hopper GPU: 2 * (8 * 12 + 8 * 4) registers, of which fewer than 256 are valid.
+# 384 and 448 do not compile. 192 is right for short queries alone: requests that are split raise
+# "VariableLengthMergeStates: Unsupported head_dim: 192".
 HEAD_DIMS: dict[Version, tuple[int, ...]] = {
     (0, 6, 18): (64, 128, 256, 512),
     (0, 7, 4): (64, 128, 256, 512),
