@@ -56,15 +56,17 @@ def short_attention(
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
     while at < chunk_end:
+        # all together, before the first is looked at: one latency of memory, not two
         request_begin = tl.load(SHORT_ENDS + request)
         request_end = tl.load(SHORT_ENDS + request + 1)
-        if at >= request_end:  # the program's next request, past those that are long or idle
+        qo_begin = tl.load(QO_INDPTR + request)
+        qo_end = tl.load(QO_INDPTR + request + 1)
+        kv_len = tl.load(KV_LENS + request)
+        first_page = tl.load(KV_INDPTR + request)
+        if at >= request_end:  # long or idle
             request += 1
         else:
-            qo_begin = tl.load(QO_INDPTR + request)
-            qo_len = tl.load(QO_INDPTR + request + 1) - qo_begin
-            kv_len = tl.load(KV_LENS + request)
-            first_page = tl.load(KV_INDPTR + request)
+            qo_len = qo_end - qo_begin
             num_tiles, first_tile = short_tiles(kv_len, qo_len, window_left, TILE, HAS_WINDOW)
             block = (at - request_begin) // num_tiles
             block_begin = request_begin + block * num_tiles
@@ -160,3 +162,4 @@ def short_attention(
                         num_kv_heads * GROUP, HEAD_DIM, D_PAD, WITH_LSE, UPCAST,
                     )  # fmt: skip
             at = block_begin + tile_end
+            request += tl.where(at == request_end, 1, 0)
