@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ if REASONS:
 
 from pagedattn.backends.triton.backend import TritonBackend  # noqa: E402
 from pagedattn.backends.triton.schedule import StepSize, max_long_blocks, max_pieces  # noqa: E402
+from pagedattn.kernels.plan import _even_chunk  # noqa: E402
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (5, 1), (24, 2), (48, 1)])
 LENGTHS = st.lists(
@@ -66,7 +69,7 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     buffers, chunks = backend._buffers, backend.tiles.short_chunks
     chunk, num_tiles, num_long = buffers.header.tolist()
     assert num_tiles == sum(work)
-    assert chunk == max(-(-num_tiles // chunks), backend.tiles.min_chunk)
+    assert chunk == chunk_by_hand(backend, qo_lens, kv_lens)
     ends = [0, *np.cumsum(work).tolist()]
     assert buffers.short_ends[: len(work) + 1].tolist() == ends
     assert buffers.long_units[:num_long].tolist() == long_units
@@ -75,6 +78,62 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     for begin, first in zip(begins, buffers.short_first.tolist(), strict=False):
         if begin < num_tiles:  # the request that owns the chunk's first tile
             assert ends[first] <= begin < ends[first + 1]
+
+
+def chunk_by_hand(backend: TritonBackend, qo_lens, kv_lens) -> int:
+    """Tiles of a chunk, where blocks of unequal length allow no other."""
+    work, _ = by_hand(backend, qo_lens, kv_lens)
+    chunk = max(-(-sum(work) // backend.tiles.short_chunks), backend.tiles.min_chunk)
+    tiles_of_block = {
+        total // -(-qo_len * backend.spec.group_size // backend.tiles.short.rows)
+        for total, qo_len, kv_len in zip(work, qo_lens, kv_lens, strict=True)
+        if total and kv_len
+    }
+    return even_chunk(chunk, *tiles_of_block) if len(tiles_of_block) == 1 else chunk
+
+
+def even_chunk(chunk: int, tiles: int) -> int:
+    """The least chunk, a sixteenth larger at most, that blocks are whole in or divide into."""
+    for larger in range(chunk, chunk * 17 // 16 + 1):
+        if larger % tiles == 0 or tiles % larger == 0:
+            return larger
+    return chunk
+
+
+@triton.jit
+def store_even_chunks(OUT, tiles, NUM: tl.constexpr):
+    chunk = 1 + tl.arange(0, NUM)
+    tl.store(OUT + chunk - 1, _even_chunk(chunk, tiles))
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 17, 60, 64, 65, 128, 512])
+def test_an_even_chunk_is_the_least_that_divides_or_is_divided(tiles):
+    out = torch.empty(1024, dtype=torch.int32, device=resolve_device(None))
+    store_even_chunks[(1,)](out, tiles, 1024)
+    assert out.tolist() == [even_chunk(chunk, tiles) for chunk in range(1, 1025)]
+
+
+@pytest.mark.parametrize("capacity", [None, Capacity(80, 80, 5000)])
+@pytest.mark.parametrize(
+    ("heads", "qo_lens", "kv_lens", "cut"),
+    [
+        ((4, 2), [1] * 31, [1024] * 31, False),  # 62 tiles a chunk: 64
+        ((4, 2), [1, 0] * 31, [1024, 500] * 31, False),
+        ((4, 2), [1] * 26, [1024] * 25 + [800], True),
+        ((4, 2), [1] * 25, [1024] * 25, True),  # 50 tiles a chunk: 56 would be too many
+        ((16, 1), [3] * 21, [1024] * 21, False),  # three blocks a request, 126 tiles a chunk: 128
+    ],
+)
+def test_blocks_of_equal_length_are_cut_only_where_whole_ones_would_be_unequal_work(
+    heads, qo_lens, kv_lens, cut, capacity
+):
+    spec = AttentionSpec(*heads, head_dim=64)
+    backend = planned(spec, qo_lens, kv_lens, capacity)
+    if backend.tiles.short_chunks != 4 or backend.tiles.short.tile != 128:
+        pytest.skip("the numbers are those of the interpreter's tiles")
+    work, _ = by_hand(backend, qo_lens, kv_lens)
+    begins = backend._buffers.short_begin.tolist()
+    assert any(begin % 8 for begin in begins if begin < sum(work)) == cut
 
 
 def cuts_of_request(backend: TritonBackend, qo_len: int, tiles: int) -> list[int]:

@@ -10,6 +10,10 @@ the same pages at the same time. A block that a cut goes through is merged from 
 head by itself: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
+Where the blocks of all requests with keys have equally many tiles, chunks are rounded up, by a
+sixteenth at most, where cuts then fall between blocks or divide each into equal pieces: a block
+that is whole needs no merge.
+
 Batch-invariant, a block is always merged from the same pieces, of `piece_tiles` tiles: a
 cut moves to the right, to where a piece begins. Chunks are then equal to within one piece.
 
@@ -38,6 +42,18 @@ def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
     """
     first = first_key(kv_len - qo_len, window_left, HAS_WINDOW) // tile
     return tl.maximum((kv_len + tile - 1) // tile - first, 1), first
+
+
+@triton.jit
+def _even_chunk(chunk, tiles):
+    """A chunk, up to a sixteenth larger, that blocks of `tiles` tiles are whole in or divide into.
+
+    `chunk` where there is none.
+    """
+    parts = tl.maximum(tiles // chunk, 1)
+    even = tl.where(chunk > tiles, (chunk + tiles - 1) // tiles * tiles, tiles // parts)
+    fits = (chunk > tiles) | (tiles % parts == 0)
+    return tl.where(fits & (even * 16 <= chunk * 17), even, chunk)
 
 
 @triton.jit
@@ -84,6 +100,8 @@ def build_schedule(
         )  # fmt: skip
         return
     short_end = 0
+    min_tiles = 1 << 30
+    max_tiles = 1
     piece_end = 0
     long_end = 0
     tl.store(SHORT_ENDS, 0)
@@ -109,7 +127,13 @@ def build_schedule(
             pieces = tl.where(pieces > 1, blocks * pieces, 0)  # one piece goes straight to out
             tl.store(PIECE_ENDS + r + 1, piece_end + tl.cumsum(pieces, 0), mask=known)
             piece_end += tl.sum(pieces)
+        else:
+            has_keys = (blocks > 0) & (kv_len > 0)
+            min_tiles = tl.minimum(min_tiles, tl.min(tl.where(has_keys, tiles, 1 << 30)))
+            max_tiles = tl.maximum(max_tiles, tl.max(tl.where(has_keys, tiles, 1)))
     chunk = tl.maximum((short_end + num_chunks - 1) // num_chunks, min_chunk)
+    if not BATCH_INVARIANT:
+        chunk = tl.where(min_tiles == max_tiles, _even_chunk(chunk, max_tiles), chunk)
     tl.store(HEADER, chunk)
     tl.store(HEADER + 1, short_end)
     tl.store(HEADER + 2, long_end)
