@@ -55,16 +55,19 @@ def short_attention(
     request = tl.load(SHORT_FIRST + index)
     dims = tl.arange(0, D_PAD)
     in_head = dims < HEAD_DIM
-    while at < chunk_end:
-        # all together, before the first is looked at: one latency of memory, not two
+    while (at < chunk_end) & (request >= 0):  # always so; asked for the reason below
         request_begin = tl.load(SHORT_ENDS + request)
         request_end = tl.load(SHORT_ENDS + request + 1)
         qo_begin = tl.load(QO_INDPTR + request)
         qo_end = tl.load(QO_INDPTR + request + 1)
         kv_len = tl.load(KV_LENS + request)
         first_page = tl.load(KV_INDPTR + request)
-        if at >= request_end:  # long or idle
+        # None is negative. Asked, so that the compiler has all loads wait together: it would put
+        # those that the branch does not need behind it, at a second latency of memory.
+        negative = (request_begin | qo_begin | qo_end | kv_len | first_page) < 0
+        if (at >= request_end) | negative:  # long or idle
             request += 1
+            at = tl.where(negative, chunk_end, at)
         else:
             qo_len = qo_end - qo_begin
             num_tiles, first_tile = short_tiles(kv_len, qo_len, window_left, TILE, HAS_WINDOW)
