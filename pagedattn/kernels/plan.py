@@ -33,6 +33,8 @@ import triton.language as tl
 from pagedattn.kernels.masks import first_key
 from pagedattn.kernels.slots import find, store_slots
 
+NO_TILES = tl.constexpr(1 << 30)  # more than any block has, and a power of two
+
 
 @triton.jit
 def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
@@ -100,7 +102,7 @@ def build_schedule(
         )  # fmt: skip
         return
     short_end = 0
-    min_tiles = 1 << 30
+    min_tiles = 0 + NO_TILES  # of blocks with keys
     max_tiles = 1
     piece_end = 0
     long_end = 0
@@ -128,9 +130,10 @@ def build_schedule(
             tl.store(PIECE_ENDS + r + 1, piece_end + tl.cumsum(pieces, 0), mask=known)
             piece_end += tl.sum(pieces)
         else:
-            has_keys = (blocks > 0) & (kv_len > 0)
-            min_tiles = tl.minimum(min_tiles, tl.min(tl.where(has_keys, tiles, 1 << 30)))
-            max_tiles = tl.maximum(max_tiles, tl.max(tl.where(has_keys, tiles, 1)))
+            with_keys = tl.where(blocks > 0, tiles, NO_TILES)
+            with_keys = tl.where(kv_len > 0, with_keys, NO_TILES)  # one `&` more would spill
+            min_tiles = tl.minimum(min_tiles, tl.min(with_keys))
+            max_tiles = tl.maximum(max_tiles, tl.max(with_keys & (NO_TILES - 1)))  # NO_TILES: 0
     chunk = tl.maximum((short_end + num_chunks - 1) // num_chunks, min_chunk)
     if not BATCH_INVARIANT:
         chunk = tl.where(min_tiles == max_tiles, _even_chunk(chunk, max_tiles), chunk)
