@@ -13,6 +13,8 @@ that of the keys, whoever merges, so bits do not depend on who arrives last.
 import triton
 import triton.language as tl
 
+FEW = tl.constexpr(4)  # pieces that `load_merged` merges in a round or two
+
 
 @triton.jit
 def store_piece(
@@ -102,4 +104,52 @@ def load_merged(
             l += l2 * w2 + l3 * w3
             acc += acc2 * w2[None, :] + acc3 * w3[None, :]
         m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def _slots(i, first, second, step, num_pieces, live, COUNT: tl.constexpr):
+    """i64[1, COUNT]: slots from the i-th piece on; i1[SOME, COUNT]: whether there is that row."""
+    piece = i + tl.arange(0, COUNT)[None, :]
+    slot = tl.where(piece == 0, first, second + (piece - 1) * step).to(tl.int64)
+    return slot, (piece < num_pieces) & live[:, None]
+
+
+@triton.jit
+def load_many_merged(
+    PIECE_ACC, PIECE_ML, first, second, step, num_pieces, row, live,
+    ROWS: tl.constexpr, D_PAD: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """As `load_merged`, for more pieces, of the rows `row` of a block: acc is f32[SOME, D_PAD].
+
+    First all weights, then all values: so each thread sums its part of many pieces, whose loads
+    are in flight together, and asks no other thread meanwhile.
+    """
+    # weights by the handful, or Triton computes each in one thread and passes it on
+    AT_ONCE: tl.constexpr = min(64 // SOME, 8192 // (SOME * D_PAD))
+    m = tl.full([SOME], float("-inf"), tl.float32)
+    l = tl.zeros([SOME], tl.float32)
+    for i in range(0, num_pieces, 32):
+        slot, known = _slots(i, first, second, step, num_pieces, live, 32)
+        ml = PIECE_ML + slot * (2 * ROWS) + row[:, None]
+        m_i = tl.load(ml, mask=known, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(ml + ROWS, mask=known, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_i, 1))
+        m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.exp2(m - m_finite) + tl.sum(l_i * tl.exp2(m_i - m_finite[:, None]), 1)
+        m = m_new
+    m_finite = tl.where(m == float("-inf"), 0.0, m)
+    acc = tl.zeros([SOME, D_PAD], tl.float32)
+    for i in range(0, num_pieces, AT_ONCE):
+        slot, known = _slots(i, first, second, step, num_pieces, live, AT_ONCE)
+        at_acc = (slot * ROWS + row[:, None]) * D_PAD
+        acc_i = tl.load(  # [SOME, AT_ONCE, D_PAD]
+            PIECE_ACC + at_acc[:, :, None] + tl.arange(0, D_PAD)[None, None, :],
+            mask=known[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        ml = PIECE_ML + slot * (2 * ROWS) + row[:, None]
+        m_i = tl.load(ml, mask=known, other=float("-inf"), cache_modifier=".cg")
+        acc += tl.sum(acc_i * tl.exp2(m_i - m_finite[:, None])[:, :, None], 1)
     return m, l, acc

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pagedattn.kernels.masks import end_key, first_key
-from pagedattn.kernels.merge import arrive, load_merged, store_piece
+from pagedattn.kernels.merge import FEW, arrive, load_many_merged, load_merged, store_piece
 from pagedattn.kernels.pages import places_in_page, tile_page_ids
 from pagedattn.kernels.plan import piece_tiles, short_tiles
 from pagedattn.kernels.softmax import dot, dot_add, finish, narrow, scale_scores, weigh
@@ -19,18 +19,43 @@ from pagedattn.kernels.softmax import dot, dot_add, finish, narrow, scale_scores
 def _write(
     OUT, LSE, m, l, acc, token, qo_head, live, out_stride, num_qo_heads,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
+    AXIS: tl.constexpr,
 ):  # fmt: skip
-    """Store the finished rows of a block."""
-    dims = tl.arange(0, D_PAD)
-    out, lse = finish(m, l, acc, 0)  # out: [D_PAD, ROWS]
+    """Store finished rows; acc: f32[D_PAD, rows], or with `AXIS` 1 f32[rows, D_PAD]."""
+    dims = tl.expand_dims(tl.arange(0, D_PAD), 1 - AXIS)
+    out, lse = finish(m, l, acc, AXIS)
     at_out = token * out_stride + qo_head * HEAD_DIM
     tl.store(
-        OUT + at_out[None, :] + dims[:, None],
+        OUT + tl.expand_dims(at_out, AXIS) + dims,
         narrow(out, OUT.dtype.element_ty, UPCAST),
-        mask=live[None, :] & (dims < HEAD_DIM)[:, None],
+        mask=tl.expand_dims(live, AXIS) & (dims < HEAD_DIM),
     )
     if WITH_LSE:
         tl.store(LSE + token * num_qo_heads + qo_head, lse, mask=live)
+
+
+@triton.jit
+def _write_many(
+    OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces,
+    block, num_rows, qo_begin, kv_head, out_stride, num_kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Merge and store a block that is in many pieces, a token's rows or so at a time."""
+    SOME: tl.constexpr = min(ROWS, max(4, triton.next_power_of_2(GROUP)))
+    for begin in range(0, tl.minimum(num_rows - block * ROWS, ROWS), SOME):
+        in_block = begin + tl.arange(0, SOME)
+        row = block * ROWS + in_block
+        live = row < num_rows
+        m, l, acc = load_many_merged(
+            PIECE_ACC, PIECE_ML, first, second, step, num_pieces, in_block, live, ROWS, D_PAD, SOME
+        )
+        token = (qo_begin + row // GROUP).to(tl.int64)
+        qo_head = kv_head * GROUP + row % GROUP
+        _write(
+            OUT, LSE, m, l, acc, token, qo_head, live, out_stride, num_kv_heads * GROUP,
+            HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_kv_heads", "window_left", "min_piece"])
@@ -152,17 +177,24 @@ def short_attention(
             if num_pieces == 1:
                 _write(
                     OUT, LSE, m, l, acc, token, qo_head, live, out_stride, num_kv_heads * GROUP,
-                    HEAD_DIM, D_PAD, WITH_LSE, UPCAST,
+                    HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 0,
                 )  # fmt: skip
             else:
                 store_piece(PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS, D_PAD)
                 if arrive(ARRIVED + counter, num_pieces):
-                    m, l, acc = load_merged(
-                        PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
-                    )
-                    _write(
-                        OUT, LSE, m, l, acc, token, qo_head, live, out_stride,
-                        num_kv_heads * GROUP, HEAD_DIM, D_PAD, WITH_LSE, UPCAST,
-                    )  # fmt: skip
+                    if num_pieces <= FEW:
+                        m, l, acc = load_merged(
+                            PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
+                        )
+                        _write(
+                            OUT, LSE, m, l, acc, token, qo_head, live, out_stride,
+                            num_kv_heads * GROUP, HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 0,
+                        )  # fmt: skip
+                    else:
+                        _write_many(
+                            OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces,
+                            block, qo_len * GROUP, qo_begin, kv_head, out_stride, num_kv_heads,
+                            GROUP, HEAD_DIM, D_PAD, ROWS, WITH_LSE, UPCAST,
+                        )  # fmt: skip
             at = block_begin + tile_end
             request += tl.where(at == request_end, 1, 0)
