@@ -40,6 +40,29 @@ def cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
+def local_accesses_in_product_loops(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops that hold wgmma products."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d\s+)?(\S+)([^;]*);", sass)
+    at = {int(address, 16): i for i, (address, _, _) in enumerate(lines)}
+    names = [name for _, name, _ in lines]
+    loops = []
+    for i, (_, name, operands) in enumerate(lines):
+        target = re.search(r"0x([0-9a-f]+)", operands)
+        if name.startswith("BRA") and target and at.get(int(target[1], 16), i) < i:
+            body = range(at[int(target[1], 16)], i)
+            # waits that fail go on behind the end, and come back from there: those are no loops
+            inside = names[body.start : i]
+            if "EXIT" not in inside and any(each.startswith("HGMMA") for each in inside):
+                loops.append(body)
+    inner = [
+        outer
+        for outer in loops
+        if not any(body != outer and set(body) <= set(outer) for body in loops)
+    ]
+    assert inner, "no loop of products was found"
+    return sum(names[j].startswith(("LDL", "STL")) for body in inner for j in body)
+
+
 def signature_of(
     kernel, dtype: torch.dtype, constants: dict, map_type: str
 ) -> tuple[dict, list[str]]:
@@ -89,11 +112,15 @@ def compile_sm90(
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage, sass = [
+            subprocess.run(
+                [cuobjdump(), what, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for what in ("-res-usage", "-sass")
+        ]
     usage = usage[usage.index("Function") :]
     return {
+        "sass": sass,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
         "shared_bytes": compiled.metadata.shared,
@@ -153,9 +180,12 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
         f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>", GluonASTSource,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
+    answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
     return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}
 
 
 if __name__ == "__main__":
     for case in json.loads(sys.argv[1]):
-        print(json.dumps({"case": case, **compile_case(case)}), flush=True)
+        answer = compile_case(case)
+        del answer["sass"]
+        print(json.dumps({"case": case, **answer}), flush=True)

@@ -7,7 +7,8 @@ never comes hangs its process for good; the caller ends it.
 A case: spec (fields of AttentionSpec), page_size, kv_lens, qo_lens; and where they differ from what
 `batch_of` takes, values, garbage; all_nan: true, where every key and value is NaN and some rows of
 one request see none; strided ("heads" or "pages"): how the cache lies; graph: true, where the run
-is captured with another step planned and replayed with this one.
+is captured with another step planned and replayed with this one; first_grid: the programs of a
+first launch, where there are two, which share the units.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from attention_steps import batch_of
@@ -51,18 +53,30 @@ def strided(kv_cache: torch.Tensor, how: str) -> torch.Tensor:
     return place.copy_(kv_cache)
 
 
-def attention(step: Step, plain: bool, **options: object) -> PagedAttention:
+def launch_twice(kernel: Any, first_grid: int) -> None:
+    """Let every launch of the Gluon kernel be two."""
+    launch = kernel.launch
+
+    def launch_both(grid: int, *rest: object) -> bool:
+        return launch(first_grid, *rest) and launch(grid - first_grid, *rest)
+
+    kernel.launch = launch_both
+
+
+def attention(step: Step, plain: bool, first_grid: int = 0, **options: object) -> PagedAttention:
     attn = PagedAttention(step.spec, step.page_size, backend="triton", device="cuda", **options)
     backend = attn._backend
     assert backend._long_hopper is not None, "the Gluon kernel was not chosen"
     if plain:
         backend._long_hopper = None
+    elif first_grid:
+        launch_twice(backend._long_hopper, first_grid)
     return attn
 
 
-def eager(plain: bool) -> Callable[[Step], AttentionOutput]:
+def eager(plain: bool, first_grid: int = 0) -> Callable[[Step], AttentionOutput]:
     def attend(step: Step) -> AttentionOutput:
-        attn = attention(step, plain)
+        attn = attention(step, plain, first_grid)
         attn.plan(step.page_table, step.qo_indptr)
         outputs = []
         for _ in range(2):
@@ -79,14 +93,14 @@ def eager(plain: bool) -> Callable[[Step], AttentionOutput]:
     return attend
 
 
-def replayed(plain: bool) -> Callable[[Step], AttentionOutput]:
+def replayed(plain: bool, first_grid: int = 0) -> Callable[[Step], AttentionOutput]:
     """Capture with a step of one token planned; replay with the step planned, and padding rows."""
 
     def attend(step: Step) -> AttentionOutput:
         num_tokens, padding = step.q.shape[0], 300
         num_pages = step.page_table.kv_indices.numel()
         capacity = Capacity(len(step.kv_lens) + 1, num_tokens + padding, num_pages + 2)
-        attn = attention(step, plain, capacity=capacity)
+        attn = attention(step, plain, first_grid, capacity=capacity)
         q = torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), torch.nan)])
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
         attn.plan(PageTable.from_lengths([1], step.page_size), torch.tensor([0, 1]).int())
@@ -124,7 +138,7 @@ def check(case: dict) -> dict:
         if case.get("all_nan"):
             answer[name] = check_empty_rows(step, plain)
             continue
-        comparison = check_backend("triton", step, attend=how(plain))
+        comparison = check_backend("triton", step, attend=how(plain, case.get("first_grid", 0)))
         answer[name] = {"ok": comparison.ok, "worst": str(comparison.worst)}
     return answer
 

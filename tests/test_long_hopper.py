@@ -55,6 +55,10 @@ CASES = {
     } | RAGGED,
     "heads of a larger cache": {"spec": HEADS, "page_size": 16, "strided": "heads"} | RAGGED,
     "pages out of step": {"spec": HEADS, "page_size": 16, "strided": "pages"} | RAGGED,
+    "two launches": {"spec": HEADS, "page_size": 16, "first_grid": 40} | RAGGED,
+    "graph of two launches": {
+        "spec": HEADS, "page_size": 16, "graph": True, "first_grid": 1,
+    } | RAGGED,
     "graph": {"spec": HEADS, "page_size": 16, "graph": True} | RAGGED,
     "graph window": {"spec": HEADS | {"window_left": 65}, "page_size": 16, "graph": True} | RAGGED,
 }  # fmt: skip
@@ -138,6 +142,16 @@ def test_this_triton_has_all_names_that_the_kernel_uses():
 def test_it_is_chosen_where_it_runs():
     assert hopper_refusals(LLAMA, 16, H200) == []
     assert choose_hopper_tiles(LLAMA, 16, H200) is not None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("window_left", "cap"), [(-1, 0.0), (100, 0.0), (100, 20.0)])
+def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
+    spec = AttentionSpec(32, 8, head_dim, window_left=window_left, logits_soft_cap=cap)
+    tiles = choose_hopper_tiles(spec, 16, H200)
+    tiles_bytes = (128 + 2 * tiles.num_stages * tiles.tile) * head_dim * 2
+    assert tiles_bytes + 1024 <= 227 * 1024  # barriers and what units are told by, and the rest
+    assert tiles.num_stages >= 3
 
 
 @pytest.mark.parametrize(

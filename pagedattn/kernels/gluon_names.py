@@ -9,7 +9,7 @@ from types import ModuleType
 
 _LANGUAGE = "triton.experimental.gluon.language"
 _HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
-# module -> what `long_hopper.py` uses of it
+# module -> what `long_hopper.py` and the files of its parts use of it
 _USED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),

@@ -1,7 +1,7 @@
 """Units of the Gluon kernel for long queries: who takes which, what of them is where.
 
-A program's producer takes units from a counter and tells its consumers, through a small ring in
-shared memory, which ones it took.
+A unit is a block of 128 rows of one KV head. One warp of each program takes units from a counter
+and tells the other partitions, through a few cells in shared memory, which one comes next.
 """
 
 from triton.experimental import gluon
@@ -11,22 +11,40 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from pagedattn.kernels.masks import end_key, first_key
 
 HALF = gl.constexpr(64)  # rows of a consumer: what one warpgroup's instruction multiplies
-UNITS_AHEAD = gl.constexpr(2)  # units that the producer may have told of and consumers not taken
-FIELDS = gl.constexpr(5)  # numbers that describe a unit
+FIELDS = gl.constexpr(6)  # numbers that describe a unit
+LISTENERS = gl.constexpr(3)  # partitions that are told of every unit
 
 
 @gluon.jit
 def next_unit(TURNS):
-    """The unit that no program has taken yet; the first ones go to the programs in order."""
-    return gl.atomic_add(TURNS, 1, sem="relaxed") + gl.num_programs(0)
+    """The unit that no program has taken yet, of this launch or another of the step."""
+    return gl.atomic_add(TURNS, 1, sem="relaxed")
 
 
 @gluon.jit
-def leave(TURNS):
-    """Count the programs that took their last unit; the last of them resets the counters."""
-    if gl.atomic_add(TURNS + 1, 1) == gl.num_programs(0) - 1:
+def leave(TURNS, total_programs):
+    """Count the programs that found no more units; the last of them resets the counters."""
+    if gl.atomic_add(TURNS + 1, 1) == total_programs - 1:
         gl.store(TURNS, 0)
         gl.store(TURNS + 1, 0)
+
+
+@gluon.jit
+def locate(unit, QO_INDPTR, UNITS, num_kv_heads, GROUP: gl.constexpr):
+    """Request, block, KV head, first query token and query tokens of a unit.
+
+    Units are in the order of requests, of heads, and of blocks from the last, which see the most
+    keys: so programs that run at one time read the same keys and values, which L2 then holds.
+    """
+    entry = unit // num_kv_heads  # in the list; of the unit's request, though of another block
+    request = gl.load(UNITS + entry * 2)
+    qo_begin = gl.load(QO_INDPTR + request)
+    qo_len = gl.load(QO_INDPTR + request + 1) - qo_begin
+    num_blocks = (qo_len * GROUP + 2 * HALF - 1) // (2 * HALF)
+    first_entry = entry - (num_blocks - 1 - gl.load(UNITS + entry * 2 + 1))
+    unit_of_request = unit - first_entry * num_kv_heads
+    block = num_blocks - 1 - unit_of_request % num_blocks
+    return request, block, unit_of_request // num_blocks, qo_begin, qo_len
 
 
 @gluon.jit
@@ -36,38 +54,44 @@ def _put(cell, value):
 
 
 @gluon.jit
-def _get(cell):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def _get(cell, WARPS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(cell.load(LAYOUT), 0)
 
 
 @gluon.jit
-def hand_over(handover, turn, block, kv_head, qo_begin, qo_len, kv_len):
-    """Tell the consumers the unit of this turn."""
-    cells, full, empty = handover
-    slot = turn % UNITS_AHEAD
-    mbarrier.wait(empty.index(slot), ((turn // UNITS_AHEAD) & 1) ^ 1)
-    _put(cells.index(slot * FIELDS), block)
-    _put(cells.index(slot * FIELDS + 1), kv_head)
-    _put(cells.index(slot * FIELDS + 2), qo_begin)
-    _put(cells.index(slot * FIELDS + 3), qo_len)
-    _put(cells.index(slot * FIELDS + 4), kv_len)
-    mbarrier.arrive(full.index(slot), count=1)
+def wait_for_room(handover, turn):
+    """Wait until all have received the unit before that of this turn."""
+    _cells, _full, empty = handover
+    mbarrier.wait(empty.index(0), (turn & 1) ^ 1)
 
 
 @gluon.jit
-def receive(handover, turn):
-    """The unit of this turn; it has no queries where there is none."""
+def hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin):
+    """Tell the other partitions the unit of this turn, for which there must be room."""
+    cells, full, _empty = handover
+    _put(cells.index(0), block)
+    _put(cells.index(1), kv_head)
+    _put(cells.index(2), qo_begin)
+    _put(cells.index(3), qo_len)
+    _put(cells.index(4), kv_len)
+    _put(cells.index(5), page_begin)
+    mbarrier.arrive(full.index(0), count=1)
+
+
+@gluon.jit
+def receive(handover, turn, WARPS: gl.constexpr):
+    """The unit of this turn, in a partition of so many warps; where none is left, no queries."""
     cells, full, empty = handover
-    slot = turn % UNITS_AHEAD
-    mbarrier.wait(full.index(slot), (turn // UNITS_AHEAD) & 1)
-    block = _get(cells.index(slot * FIELDS))
-    kv_head = _get(cells.index(slot * FIELDS + 1))
-    qo_begin = _get(cells.index(slot * FIELDS + 2))
-    qo_len = _get(cells.index(slot * FIELDS + 3))
-    kv_len = _get(cells.index(slot * FIELDS + 4))
-    mbarrier.arrive(empty.index(slot), count=1)
-    return block, kv_head, qo_begin, qo_len, kv_len
+    mbarrier.wait(full.index(0), turn & 1)
+    block = _get(cells.index(0), WARPS)
+    kv_head = _get(cells.index(1), WARPS)
+    qo_begin = _get(cells.index(2), WARPS)
+    qo_len = _get(cells.index(3), WARPS)
+    kv_len = _get(cells.index(4), WARPS)
+    page_begin = _get(cells.index(5), WARPS)
+    mbarrier.arrive(empty.index(0), count=1)
+    return block, kv_head, qo_begin, qo_len, kv_len, page_begin
 
 
 @gluon.jit

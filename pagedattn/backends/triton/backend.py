@@ -156,8 +156,9 @@ class TritonBackend:
         if not self._has_long:
             return
         if self._long_hopper is None or not self._long_hopper.launch(
-            with_lse, layer, self._hopper_schedule, (*self._long_numbers, *row_strides)
-        ):
+            self.tiles.programs, with_lse, layer, self._hopper_schedule,
+            (*self._long_numbers, *row_strides),
+        ):  # fmt: skip
             self._long[with_lse](
                 self.tiles.long_programs, layer, self._long_pointers,
                 *self._long_numbers, *row_strides, *layer.page_strides,

@@ -21,7 +21,7 @@ from pagedattn.validation import halves_of
 
 MAX_MAPS = 4096  # caches whose maps are kept: more than a model has layers
 NUM_WARPS = 4  # of the first consumer; the other partitions bring their own
-MAX_REGISTERS = 168  # a thread of 12 warps, before the producer gives to the consumers
+MAX_REGISTERS = 168  # a thread of 12 warps, before those that compute nothing give theirs up
 _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -77,7 +77,7 @@ class LongHopper:
         spec: The kind of layer.
         page_size: Tokens of a page.
         tiles: As chosen for them.
-        num_programs: Programs of a launch, at most one an SM.
+        total_programs: Programs of all launches of a step, which share its units and counters.
         device: Where it runs.
     """
 
@@ -86,10 +86,10 @@ class LongHopper:
         spec: AttentionSpec,
         page_size: int,
         tiles: HopperTiles,
-        num_programs: int,
+        total_programs: int,
         device: torch.device,
     ) -> None:
-        self._num_programs = num_programs
+        self._total_programs = total_programs
         self.box = [min(page_size, tiles.tile), spec.head_dim]
         self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
         self._maps: dict[tuple[object, ...], tuple[PageMap, PageMap] | None] = {}
@@ -102,7 +102,6 @@ class LongHopper:
             "HAS_WINDOW": spec.window_left >= 0,
             "SOFT_CAP": spec.logits_soft_cap > 0,
             "STAGES": tiles.num_stages,
-            "TAKE_TURNS": tiles.take_turns,
         }
         options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
         self._launches = [
@@ -130,14 +129,19 @@ class LongHopper:
 
     def launch(
         self,
+        grid: int,
         with_lse: bool,
         layer: LayerPointers,
         schedule: Pointers,
         numbers: tuple[int | float, ...],
     ) -> bool:
-        """Compute all long units, if the copy engine reaches the cache; return whether it does.
+        """Compute long units, if the copy engine reaches the cache; return whether it does.
+
+        Launches over one schedule share its units, whether they run at one time or not. Their
+        grids must add up to `total_programs`: the last program makes ready for the next step.
 
         Args:
+            grid: Programs of this launch, at most one an SM.
             with_lse: Whether the layer's lse is written.
             layer: Of the backend's `run`.
             schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
@@ -155,8 +159,8 @@ class LongHopper:
             layer.kind,
         )
         self._launches[with_lse](
-            self._num_programs, pointers, schedule,
-            *numbers, k_map.rows_per_page, v_map.rows_per_page,
+            grid, pointers, schedule,
+            *numbers, k_map.rows_per_page, v_map.rows_per_page, self._total_programs,
         )  # fmt: skip
         return True
 

@@ -38,7 +38,6 @@ class HopperTiles:
 
     tile: int  # keys of a tile
     num_stages: int  # K tiles, and V tiles, in shared memory
-    take_turns: bool = True  # whether the consumers alternate on the tensor cores
 
 
 @dataclass(frozen=True)
@@ -119,4 +118,5 @@ def choose_hopper_tiles(
     if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
         # scores, weights and what masks them: too much for the registers beside a wide tile
         return HopperTiles(tile=64, num_stages=4)
-    return HopperTiles(tile=128, num_stages=2)
+    # of head_dim 128, three of each and the rows are all of shared memory but 3 KiB
+    return HopperTiles(tile=128, num_stages=3)
