@@ -57,8 +57,10 @@ def launch_twice(kernel: Any, first_grid: int) -> None:
     """Let every launch of the Gluon kernel be two."""
     launch = kernel.launch
 
-    def launch_both(grid: int, *rest: object) -> bool:
-        return launch(first_grid, *rest) and launch(grid - first_grid, *rest)
+    def launch_both(*arguments: Any) -> None:
+        *rest, grid = arguments
+        launch(*rest, first_grid)
+        launch(*rest, grid - first_grid)
 
     kernel.launch = launch_both
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from pagedattn.backends.triton.arguments import (
 )
 from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
+from pagedattn.backends.triton.side_by_side import SideBySide
 from pagedattn.backends.triton.tiles import (
     UNBOUNDED_ROWS,
     DeviceFacts,
@@ -78,6 +80,7 @@ class TritonBackend:
             self._long_hopper = LongHopper(
                 spec, page_size, hopper_tiles, self.tiles.programs, device
             )
+            self._side_by_side = SideBySide(device, self.tiles.programs)
         self._make_launches()
         self._num_rows = 0
         self._size = StepSize(1, 0, 0) if capacity is None else StepSize.of_capacity(capacity)
@@ -147,18 +150,22 @@ class TritonBackend:
         """Launch the kernel of each list that is not empty."""
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
         row_strides = q.stride()[0], out.stride()[0]
-        with_lse = lse is not None
-        if self._has_short:
-            self._short[with_lse](
-                self.tiles.short_chunks * self.spec.num_kv_heads, layer, self._short_pointers,
-                *self._short_numbers, *row_strides, *layer.page_strides,
-            )  # fmt: skip
-        if not self._has_long:
+        with_lse, hopper = lse is not None, self._long_hopper
+        launch_short = partial(
+            self._short[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads, layer,
+            self._short_pointers, *self._short_numbers, *row_strides, *layer.page_strides,
+        )  # fmt: skip
+        if self._has_long and hopper and (maps := hopper.maps_of(layer)):
+            schedule, numbers = self._hopper_schedule, (*self._long_numbers, *row_strides)
+            launch_long = partial(hopper.launch, maps, with_lse, layer, schedule, numbers)
+            if self._has_short:
+                self._side_by_side.run(launch_short, launch_long)
+            else:
+                launch_long(self.tiles.programs)
             return
-        if self._long_hopper is None or not self._long_hopper.launch(
-            self.tiles.programs, with_lse, layer, self._hopper_schedule,
-            (*self._long_numbers, *row_strides),
-        ):  # fmt: skip
+        if self._has_short:
+            launch_short()
+        if self._has_long:
             self._long[with_lse](
                 self.tiles.long_programs, layer, self._long_pointers,
                 *self._long_numbers, *row_strides, *layer.page_strides,

@@ -129,27 +129,26 @@ class LongHopper:
 
     def launch(
         self,
-        grid: int,
+        maps: tuple[PageMap, PageMap],
         with_lse: bool,
         layer: LayerPointers,
         schedule: Pointers,
         numbers: tuple[int | float, ...],
-    ) -> bool:
-        """Compute long units, if the copy engine reaches the cache; return whether it does.
+        grid: int,
+    ) -> None:
+        """Compute long units.
 
         Launches over one schedule share its units, whether they run at one time or not. Their
         grids must add up to `total_programs`: the last program makes ready for the next step.
 
         Args:
-            grid: Programs of this launch, at most one an SM.
+            maps: Of the layer.
             with_lse: Whether the layer's lse is written.
             layer: Of the backend's `run`.
             schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
             numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
+            grid: Programs of this launch, at most one an SM.
         """
-        maps = self.maps_of(layer)
-        if maps is None:
-            return False
         k_map, v_map = maps
         # descriptors go as they are, and are of one kind here
         q_at, _, _, out_at, lse_at = layer.addresses
@@ -162,7 +161,6 @@ class LongHopper:
             grid, pointers, schedule,
             *numbers, k_map.rows_per_page, v_map.rows_per_page, self._total_programs,
         )  # fmt: skip
-        return True
 
     def _make_map(self, pages: Tensor) -> PageMap:
         num_pages, page_size, num_heads, head_dim = pages.shape

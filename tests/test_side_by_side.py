@@ -1,0 +1,69 @@
+"""A mixed step's two kernels run side by side, and yet in the order of the caller's stream."""
+
+import pytest
+import torch
+
+from pagedattn import AttentionSpec, Capacity, PagedAttention, PageTable
+from pagedattn.backends.triton.side_by_side import SideBySide
+
+SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=128)
+KV_LENS, QO_LENS = [700, 40, 515, 300, 1024], [1, 1, 260, 1, 400]
+
+
+@pytest.fixture
+def hopper(device):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_it_is_behind_what_is_queued_and_before_what_comes_next(hopper, in_graph):
+    table = PageTable.from_lengths(KV_LENS, 16)
+    qo_indptr = torch.tensor([0, *QO_LENS]).cumsum(0).int()
+    num_tokens, num_pages = sum(QO_LENS), len(table.kv_indices)
+    capacity = Capacity(len(KV_LENS), num_tokens, num_pages) if in_graph else None
+    attn = PagedAttention(SPEC, 16, backend="triton", device=hopper, capacity=capacity)
+    generator = torch.Generator(hopper).manual_seed(0)
+    options = {"dtype": SPEC.dtype, "device": hopper, "generator": generator}
+    q = torch.randn(num_tokens, 8, 128, **options)
+    kv_cache = torch.randn(num_pages, 2, 16, 2, 128, **options)
+    stream = torch.cuda.Stream(hopper)
+    with torch.cuda.stream(stream):
+        attn.plan(table, qo_indptr)
+        expected = attn.run(q, kv_cache).clone()
+        late_q, late_out = torch.full_like(q, torch.nan), torch.empty_like(q)
+        run = graph_of(lambda: attn.run(late_q, kv_cache, out=late_out)) if in_graph else None
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(2e8))
+        late_q.copy_(q)
+        late_out.fill_(torch.nan)
+        if run is None:
+            attn.run(late_q, kv_cache, out=late_out)
+        else:
+            run.replay()
+        after = late_out.clone()
+        late_q.fill_(torch.nan)
+    torch.cuda.synchronize()
+    assert torch.equal(after, expected)
+
+
+def graph_of(call) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_programs", [2, 78, 132])
+def test_every_program_is_launched_once(hopper, num_programs):
+    launched = []
+    both = SideBySide(hopper, num_programs)
+    both.run(lambda: launched.append("short"), launched.append)
+    first, short, rest = launched
+    assert short == "short"
+    assert first + rest == num_programs
