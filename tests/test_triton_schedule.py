@@ -93,8 +93,8 @@ def chunk_by_hand(backend: TritonBackend, qo_lens, kv_lens) -> int:
 
 
 def even_chunk(chunk: int, tiles: int) -> int:
-    """The least chunk, a sixteenth larger at most, that blocks are whole in or divide into."""
-    for larger in range(chunk, chunk * 17 // 16 + 1):
+    """The least chunk, a fortieth larger at most, that blocks are whole in or divide into."""
+    for larger in range(chunk, chunk * 41 // 40 + 1):
         if larger % tiles == 0 or tiles % larger == 0:
             return larger
     return chunk
@@ -113,12 +113,12 @@ def test_an_even_chunk_is_the_least_that_divides_or_is_divided(tiles):
     assert out.tolist() == [even_chunk(chunk, tiles) for chunk in range(1, 1025)]
 
 
-@pytest.mark.parametrize("capacity", [None, Capacity(80, 80, 5000)])
+@pytest.mark.parametrize("capacity", [None, Capacity(64, 64, 5000)])
 @pytest.mark.parametrize(
     ("heads", "qo_lens", "kv_lens", "cut"),
     [
-        ((4, 2), [1] * 31, [1024] * 31, False),  # 62 tiles a chunk: 64
-        ((4, 2), [1, 0] * 31, [1024, 500] * 31, False),
+        ((4, 2), [1] * 63, [1024] * 63, False),  # 126 tiles a chunk: 128
+        ((4, 2), [1] * 30 + [0] + [1] * 33, [1024] * 30 + [500] + [1024] * 33, False),
         ((4, 2), [1] * 26, [1024] * 25 + [800], True),
         ((4, 2), [1] * 25, [1024] * 25, True),  # 50 tiles a chunk: 56 would be too many
         ((16, 1), [3] * 21, [1024] * 21, False),  # three blocks a request, 126 tiles a chunk: 128

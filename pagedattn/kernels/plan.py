@@ -11,8 +11,9 @@ head by itself: see `merge.py`.
 Source of the idea: stream-K, arXiv 2301.03598; for attention LeanAttention, arXiv 2405.10480.
 
 Where the blocks of all requests with keys have equally many tiles, chunks are rounded up, by a
-sixteenth at most, where cuts then fall between blocks or divide each into equal pieces: a block
-that is whole needs no merge.
+fortieth at most, where cuts then fall between blocks or divide each into equal pieces: a block
+that is whole needs no merge. On an H200 64 x 4k of 28/4 heads gains 2 % by 63 -> 64 tiles, while
+256 x 2k would lose 1.6 % by 249 -> 256.
 
 Batch-invariant, a block is always merged from the same pieces, of `piece_tiles` tiles: a
 cut moves to the right, to where a piece begins. Chunks are then equal to within one piece.
@@ -48,14 +49,14 @@ def short_tiles(kv_len, qo_len, window_left, tile, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def _even_chunk(chunk, tiles):
-    """A chunk, up to a sixteenth larger, that blocks of `tiles` tiles are whole in or divide into.
+    """A chunk, up to a fortieth larger, that blocks of `tiles` tiles are whole in or divide into.
 
     `chunk` where there is none.
     """
     parts = tl.maximum(tiles // chunk, 1)
     even = tl.where(chunk > tiles, (chunk + tiles - 1) // tiles * tiles, tiles // parts)
     fits = (chunk > tiles) | (tiles % parts == 0)
-    return tl.where(fits & (even * 16 <= chunk * 17), even, chunk)
+    return tl.where(fits & (even * 40 <= chunk * 41), even, chunk)
 
 
 @triton.jit
