@@ -24,16 +24,13 @@ from pagedattn.kernels.masks import first_key
 
 @gluon.jit
 def hand_out(
-    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, total_programs, handover,
-    GROUP: gl.constexpr,
+    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, total_programs, handover
 ):  # fmt: skip
     """Take units until none is left, and tell the other partitions of each."""
     turn = 0
     unit = next_unit(TURNS)
     while unit < num_units:
-        request, block, kv_head, qo_begin, qo_len = locate(
-            unit, QO_INDPTR, UNITS, num_kv_heads, GROUP
-        )
+        request, block, kv_head, qo_begin, qo_len = locate(unit, QO_INDPTR, UNITS, num_kv_heads)
         kv_len = gl.load(KV_LENS + request)
         page_begin = gl.load(KV_INDPTR + request)
         hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin)

@@ -30,21 +30,19 @@ def leave(TURNS, total_programs):
 
 
 @gluon.jit
-def locate(unit, QO_INDPTR, UNITS, num_kv_heads, GROUP: gl.constexpr):
+def locate(unit, QO_INDPTR, UNITS, num_kv_heads):
     """Request, block, KV head, first query token and query tokens of a unit.
 
-    Units are in the order of requests, of heads, and of blocks from the last, which see the most
-    keys: so programs that run at one time read the same keys and values, which L2 then holds.
+    Units are in the order of the list, and each entry's are those of all KV heads. With all blocks
+    of a head together instead, which L2 could hold, an H200 takes 3 % less for 1 x 32k, and 11 %
+    more for 2 x 2k, where the last blocks of all heads are left for the end.
     """
-    entry = unit // num_kv_heads  # in the list; of the unit's request, though of another block
+    entry = unit // num_kv_heads
     request = gl.load(UNITS + entry * 2)
+    block = gl.load(UNITS + entry * 2 + 1)
     qo_begin = gl.load(QO_INDPTR + request)
     qo_len = gl.load(QO_INDPTR + request + 1) - qo_begin
-    num_blocks = (qo_len * GROUP + 2 * HALF - 1) // (2 * HALF)
-    first_entry = entry - (num_blocks - 1 - gl.load(UNITS + entry * 2 + 1))
-    unit_of_request = unit - first_entry * num_kv_heads
-    block = num_blocks - 1 - unit_of_request % num_blocks
-    return request, block, unit_of_request // num_blocks, qo_begin, qo_len
+    return request, block, unit % num_kv_heads, qo_begin, qo_len
 
 
 @gluon.jit

@@ -71,7 +71,7 @@ def long_attention_hopper(
             )),
             (hand_out, (
                 QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads,
-                total_programs, handover, GROUP,
+                total_programs, handover,
             )),
         ],
         [4, 1, 1],  # warps of each but the first, which has those of the launch
