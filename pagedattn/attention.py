@@ -223,7 +223,7 @@ class PagedAttention:
         """i64[tokens] on the device: where the planned step's new keys and values belong.
 
         With a capacity i64[max_tokens], -1 in the padding, always at one address. The input of
-        `PagedKVCache.append`; see `pagedattn.page_table.write_slots`.
+        `PagedKVCache.append`; see `pagedattn.slots.write_slots`.
         """
         self._planned_step()
         return self._backend.write_slots

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from ninja_outputs import CACHE, COMPILE, OUTPUTS
 
 from pagedattn.cli import main
+from pagedattn.kernels import gluon_names
 from pagedattn.precompile import command, environment, lock
 from pagedattn.precompile.environment import build_environment, header_folders, library_folders
 from pagedattn.precompile.events import Event, read_event
@@ -323,10 +324,22 @@ def test_marked_lines_are_events_and_others_are_not():
     assert read_event("[1/2] nvcc") is None
 
 
-def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(tmp_path):
+@pytest.mark.parametrize(
+    ("head_dim", "options", "long_kernel"),
+    [
+        (16, True, "long_attention"),
+        pytest.param(
+            64, False, "long_attention_hopper",
+            marks=pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}"),
+        ),
+    ],
+)  # fmt: skip
+def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(
+    tmp_path, head_dim, options, long_kernel
+):
     layer = {
-        "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "bf16", "causal": True,
-        "window": True, "soft_cap": True, "page_size": 16, "capability": 90,
+        "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "dtype": "bf16", "causal": True,
+        "window": options, "soft_cap": options, "page_size": 16, "capability": 90,
     }  # fmt: skip
     variables = {
         **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"),
@@ -340,7 +353,7 @@ def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(tmp_path):
         return set((tmp_path / "cache").rglob("*.cubin"))
 
     compiled = warm()
-    assert {"build_schedule", "short_attention", "long_attention", "_append_kernel"} <= {
+    assert {"build_schedule", "short_attention", long_kernel, "_append_kernel"} <= {
         path.stem for path in compiled
     }
     assert warm() == compiled

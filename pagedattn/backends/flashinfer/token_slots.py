@@ -23,7 +23,7 @@ def slot_arrays(in_graph: bool) -> dict[str, torch.dtype]:
 
 
 def token_slots(step: HostStep, num_tokens: int) -> Slots:
-    """[num_tokens]: `pagedattn.page_table.write_slots` of a step, and -1 behind them.
+    """[num_tokens]: `pagedattn.slots.write_slots` of a step, and -1 behind them.
 
     In i32 where the step's page ids are known to allow it, which takes numpy half the time.
     """

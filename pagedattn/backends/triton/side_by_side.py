@@ -25,14 +25,17 @@ class SideBySide:
     """The second stream of one object, and how its kernels share the SMs.
 
     Args:
-        device: Where it runs.
+        device: Where it runs. On a CPU, where kernels for a GPU are only compiled, there are no
+            streams, and the launches follow one another.
         num_programs: Programs of the kernel for long queries, one an SM.
     """
 
     def __init__(self, device: torch.device, num_programs: int) -> None:
         self._device = device
-        # the more urgent stream: else short programs may take all SMs first
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # the more urgent stream: else short programs may take all SMs first
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._first = round(num_programs * LONG_SHARE)
         self._rest = num_programs - self._first
 
@@ -43,6 +46,10 @@ class SideBySide:
             launch_short: Launches the one.
             launch_long: Launches so many programs of the other.
         """
+        if self._stream is None:
+            launch_short()
+            launch_long(self._first + self._rest)
+            return
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
