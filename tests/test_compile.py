@@ -54,6 +54,9 @@ HOPPER = {
         "kernel": "long hopper", "page_size": 256,
         "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},
     },
+    "long hopper 256": {
+        "kernel": "long hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256},
+    },
 }  # fmt: skip
 CASES |= HOPPER
 TENSOR_CORES = [name for name in CASES if name.startswith(("short", "long")) and "fp32" not in name]

@@ -30,6 +30,11 @@ CASES = {
     "one request": {"spec": HEADS, "page_size": 16, "kv_lens": [512], "qo_lens": [512]},
     "bfloat16": {"spec": HEADS | {"dtype": "bfloat16"}, "page_size": 16} | RAGGED,
     "head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 16} | RAGGED,
+    "head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 16} | RAGGED,
+    "head_dim 256 window soft cap": {
+        "spec": HEADS | {"head_dim": 256, "window_left": 100, "logits_soft_cap": 20.0},
+        "page_size": 64,
+    } | RAGGED,
     "not causal": {"spec": HEADS | {"causal": False}, "page_size": 16} | RAGGED,
     "soft cap": {"spec": HEADS | {"logits_soft_cap": 20.0}, "page_size": 16} | RAGGED,
     "more queries than keys": {
@@ -144,14 +149,14 @@ def test_it_is_chosen_where_it_runs():
     assert choose_hopper_tiles(LLAMA, 16, H200) is not None
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("window_left", "cap"), [(-1, 0.0), (100, 0.0), (100, 20.0)])
 def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
     spec = AttentionSpec(32, 8, head_dim, window_left=window_left, logits_soft_cap=cap)
     tiles = choose_hopper_tiles(spec, 16, H200)
     tiles_bytes = (128 + 2 * tiles.num_stages * tiles.tile) * head_dim * 2
     assert tiles_bytes + 1024 <= 227 * 1024  # barriers and what units are told by, and the rest
-    assert tiles.num_stages >= 3
+    assert tiles.num_stages >= (2 if head_dim == 256 else 3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,6 @@ def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
         (LLAMA, 4, H200),
         (LLAMA, 48, H200),
         (AttentionSpec(32, 8, 96), 16, H200),
-        (AttentionSpec(32, 8, 256), 16, H200),
         (AttentionSpec(32, 8, 128, torch.float32), 16, H200),
     ],
 )

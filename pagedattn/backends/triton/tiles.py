@@ -72,7 +72,7 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     if row_bytes <= 256:
         long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
     else:
-        long = KernelTiles(rows=64, tile=16, num_warps=8, num_stages=2, programs_per_sm=2)
+        long = KernelTiles(rows=128, tile=16, num_warps=8, num_stages=2, programs_per_sm=1)
     if spec.dtype == torch.float32:
         # full precision has no tensor cores: products are unrolled over registers, which only
         # narrow blocks fit, so every request takes the short kernel
@@ -101,8 +101,8 @@ def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> 
         reasons.append(f"compute_capability={facts.compute_capability}: written for (9, 0)")
     if spec.dtype not in (torch.bfloat16, torch.float16):
         reasons.append(f"dtype={spec.dtype}: written for 16 bits")
-    if spec.head_dim not in (64, 128):
-        reasons.append(f"head_dim={spec.head_dim}: written for 64 and 128")
+    if spec.head_dim not in (64, 128, 256):
+        reasons.append(f"head_dim={spec.head_dim}: written for 64, 128 and 256")
     if page_size < 8 or page_size & (page_size - 1):
         # a box is a whole number of the 8 rows after which the layout of shared memory repeats
         reasons.append(f"{page_size=}: not a power of two of at least 8")
@@ -115,6 +115,8 @@ def choose_hopper_tiles(
     """Tiles of the Gluon kernel for long queries; `None`: `long.py` serves."""
     if hopper_refusals(spec, page_size, facts):
         return None
+    if spec.head_dim == 256:
+        return HopperTiles(tile=64, num_stages=2)  # all that shared memory holds
     if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
         # scores, weights and what masks them: too much for the registers beside a wide tile
         return HopperTiles(tile=64, num_stages=4)
