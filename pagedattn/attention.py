@@ -41,7 +41,6 @@ from pagedattn.validation import (
     check_lse,
     check_page_table,
     check_query,
-    halves_of,
     layout_of,
     layout_of_cache,
     split_kv_cache,
@@ -288,7 +287,7 @@ class PagedAttention:
             with on_device(self.device):
                 self._backend.run(q, kv_cache, out, lse)
             if self.shadow is not None and step.is_watched:
-                self.shadow.after_run(q, *halves_of(kv_cache), out, lse)
+                self.shadow.after_run(q, kv_cache, out, lse)
 
     def _run(self, q: Tensor, kv_cache: KVCache, out: Tensor | None, lse: Tensor | None) -> Tensor:
         if out is None:  # empty_like: a third of what empty costs the host

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagedattn.capacity import Capacity
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import KVCache
 
 
 class WatchCounts(NamedTuple):
@@ -37,9 +38,7 @@ class Watch(Protocol):
         """A step was planned. Both are right and on the host; what is kept must be copied."""
         ...
 
-    def after_run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def after_run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """The backend was asked for the planned step: `out`, and `lse` where given, are its."""
         ...
 

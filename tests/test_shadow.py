@@ -19,6 +19,7 @@ from planted_backends import (  # noqa: F401
     serve,
     step_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagedattn
 from pagedattn import Capacity, PagedAttention, Shadow, UnsupportedSpec
@@ -139,6 +140,31 @@ def test_layers_take_turns(device, caplog):
     for _ in range(12):
         serve(attn, step_of(device), layers=4)
     assert looked_at(caplog) == [(0, 0), (2, 1), (4, 2), (6, 3), (8, 0), (10, 1)]
+
+
+class CountCalls(TorchDispatchMode):
+    """How often torch was called, views included."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_between_looks_a_run_asks_no_more_of_torch_than_without_a_shadow(device):
+    step = step_of(device)
+    numbers = []
+    for every in (None, 1 << 62):
+        attn = PagedAttention(SPEC, PAGE_SIZE, backend="reference", device=device)
+        if every is not None:
+            attn = build("reference", "triton", device, every=every)
+            serve(attn, step)  # the first step is looked at
+        attn.plan(step.page_table, step.qo_indptr)
+        with CountCalls() as calls:
+            attn.run(step.q, step.kv_cache)
+        numbers.append(calls.number)
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_a_step_that_is_planned_and_not_run_is_no_trouble(device):

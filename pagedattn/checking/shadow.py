@@ -33,6 +33,7 @@ from pagedattn.checking.mismatch import LayerRun, Mismatch, ShadowMismatch, caps
 from pagedattn.checking.row_sample import RowStep, SampledRow, draw_rows, step_of_rows
 from pagedattn.page_table import PageTable
 from pagedattn.spec import AttentionSpec
+from pagedattn.validation import KVCache, halves_of
 from pagedattn.watch import WatchCounts
 
 REACTIONS = ("log", "raise", "capsule")
@@ -141,9 +142,7 @@ class ShadowWatch:
             self._layer = (self._checked + self._failed) % self._num_layers
         self._steps += 1
 
-    def after_run(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def after_run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Look at the run if it is the one; nothing of it is kept.
 
         Raises:
@@ -157,7 +156,7 @@ class ShadowWatch:
             return
         rows, self._rows = self._rows, []
         try:
-            self._look(rows, LayerRun(q, k_pages, v_pages, out, lse))
+            self._look(rows, LayerRun(q, *halves_of(kv_cache), out, lse))
         except ShadowMismatch:
             raise
         except Exception as error:  # whatever a backend may raise: serving goes on
