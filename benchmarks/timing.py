@@ -15,6 +15,12 @@ import torch
 HOST_SECONDS = 0.05
 """For each of the two host costs."""
 
+REST_SECONDS = 0.2
+"""Before each GPU measurement, or it would depend on the one before: products draw all the power
+that a GPU may, and it lowers its clock. On an H200, the same 8 prompts of 2k took FlashInfer's fa3
+581 to 630 µs and this package 551 to 592, by their order, and after a rest 581 to 588 and 527 to
+534."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -76,6 +82,8 @@ class Clock:
     def _gpu_ms(self, call: Callable[[], object]) -> list[float]:
         from triton.testing import do_bench  # Triton decides at its import whether it interprets
 
+        self.wait()
+        time.sleep(REST_SECONDS)
         # clearing the L2 cache is not in the times that come back, but in these budgets
         warmup_ms, repeat_ms = 100 * self.seconds, 900 * self.seconds
         return [float(t) for t in do_bench(call, warmup_ms, repeat_ms, return_mode="all")]

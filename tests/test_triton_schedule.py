@@ -205,6 +205,19 @@ def test_with_a_capacity_the_padding_rows_are_a_request_without_keys():
     assert set(backend._buffers.long_units[:num_long, 0].tolist()) == {2}
 
 
+FOR_DECODING = [(1, 1), (1, 8), (4, 32), (32, 256), (256, 256), (256, 511)]
+FOR_PROMPTS_TOO = [(1, 9), (4, 33), (256, 512)]
+
+
+@pytest.mark.parametrize(("batch_size", "max_tokens"), FOR_DECODING + FOR_PROMPTS_TOO)
+def test_a_capacity_without_room_for_a_prompt_has_no_long_queries(batch_size, max_tokens):
+    is_for_decoding = (batch_size, max_tokens) in FOR_DECODING
+    capacity = Capacity(batch_size, max_tokens, batch_size)
+    backend = planned(AttentionSpec(8, 1, head_dim=64), [max_tokens], [9], capacity)
+    assert (backend.tiles.max_short_rows > 8 * max_tokens) == is_for_decoding
+    assert (int(backend._buffers.header[2]) == 0) == (is_for_decoding or 8 * max_tokens <= 64)
+
+
 @pytest.mark.parametrize("batch_size", [255, 256, 257, 600])
 def test_a_batch_beyond_one_block_of_the_plan_is_scheduled_whole(batch_size):
     spec = AttentionSpec(1, 1, head_dim=64)
