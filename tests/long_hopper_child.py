@@ -55,14 +55,18 @@ def strided(kv_cache: torch.Tensor, how: str) -> torch.Tensor:
 
 def launch_twice(kernel: Any, first_grid: int) -> None:
     """Let every launch of the Gluon kernel be two."""
-    launch = kernel.launch
+    prepare = kernel.prepare
 
-    def launch_both(*arguments: Any) -> None:
-        *rest, grid = arguments
-        launch(*rest, first_grid)
-        launch(*rest, grid - first_grid)
+    def prepare_both(*arguments: Any) -> Callable[..., None]:
+        launch = prepare(*arguments)
 
-    kernel.launch = launch_both
+        def launch_both(grid: int, stream: torch.cuda.Stream | None = None) -> None:
+            launch(first_grid, stream)
+            launch(grid - first_grid, stream)
+
+        return launch_both
+
+    kernel.prepare = prepare_both
 
 
 def attention(step: Step, plain: bool, first_grid: int = 0, **options: object) -> PagedAttention:

@@ -20,6 +20,7 @@ from triton._C.libtriton import native_specialize_impl  # noqa: E402
 from triton.backends.compiler import BaseBackend  # noqa: E402
 
 from pagedattn.attention import PagedAttention  # noqa: E402
+from pagedattn.backends.triton.descriptors import Descriptors  # noqa: E402
 from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64]
@@ -42,6 +43,7 @@ class Recorder:
         self.pre_run_hooks: list = []
         self.ordinary: list[list] = []
         self.direct: list[tuple] = []
+        self.compiled: type = Compiled
 
     def specialization(self, arguments) -> list:
         return [native_specialize_impl(BaseBackend, a, False, True, True) for a in arguments]
@@ -49,7 +51,7 @@ class Recorder:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.ordinary.append(self.specialization(arguments))
-            return Compiled(self, self.ordinary[-1])
+            return self.compiled(self, self.ordinary[-1])
 
         return launch
 
@@ -77,13 +79,15 @@ def remembering(recorder: Recorder) -> Launch:
 
 @given(
     launches=st.lists(st.tuples(views(), views(), NUMBERS, NUMBERS), min_size=2, max_size=12),
+    num_that_stay=st.integers(0, 2),
 )
-def test_what_is_remembered_is_what_triton_compiled_for_these_arguments(launches):
+def test_what_is_remembered_is_what_triton_compiled_for_these_arguments(launches, num_that_stay):
     recorder = Recorder()
     launch = remembering(recorder)
-    for a, b, n, m in launches * 2:
-        before = len(recorder.direct)
-        launch(3, Pointers.of(a), Pointers.of(b), n, m)
+    for a, b, *numbers in launches * 2:
+        before, (n, m) = len(recorder.direct), numbers
+        stay, others = numbers[:num_that_stay], numbers[num_that_stay:]
+        launch(3, Pointers.of(a), Pointers.of(b).before(*stay), *others)
         for direct in recorder.direct[before:]:
             assert direct[4] == recorder.specialization([a, b, n, m])
             assert direct[:4] == (3, 1, 1, 7)
@@ -153,8 +157,44 @@ def test_no_more_is_remembered_than_there_is_room_for(recorder, monkeypatch):
     for n in range(20):
         launch(1, pointers, pointers, n, 0)
         launch(1, pointers, pointers, n, 0)
-    assert len(launch._compiled) <= 5
+    assert len(launch._remembered) <= 5
     assert len(recorder.direct) == 20
+
+
+def test_each_cache_has_its_own_descriptors_encoded_once(recorder):
+    launch, pointers = remembering(recorder), Pointers.of(torch.zeros(4))
+    recorder.specialization = lambda arguments: arguments
+    encoded = []
+
+    def launch_of(launcher):
+        def wrapper(*given):
+            encoded.append(given[9])
+            launcher(*given[:9], f"map of {given[9]}", *given[10:])
+
+        return wrapper
+
+    class Wrapped(Compiled):
+        def __init__(self, recorder, function):
+            super().__init__(recorder, function)
+            self.run = WithWrapper(launch_of(self.run))
+
+    recorder.compiled = Wrapped
+    caches = [Descriptors(("a",)), Descriptors(("b",)), Descriptors(("a",))]
+    for cache in caches * 3:
+        launch(1, pointers, pointers.before(1, 2), descriptors=cache)
+    assert [ordinary[0] for ordinary in recorder.ordinary] == ["a", "b", "a"]
+    assert [direct[9] for direct in recorder.direct] == ["map of a", "map of b", "map of a"] * 2
+    assert encoded == ["a", "b", "a"]
+
+
+class WithWrapper:
+    """A launcher as Triton's: what it is called with goes through its `launch`."""
+
+    def __init__(self, launch) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments) -> None:
+        self.launch(*arguments)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -221,7 +261,8 @@ def test_a_misaligned_query_gives_the_same_bits(device, lens):
 
 
 @pytest.mark.gpu
-def test_launches_go_to_the_stream_that_is_current(device):
+@pytest.mark.parametrize("is_current", [True, False])
+def test_launches_go_to_the_stream_that_is_current_or_named(device, is_current):
     launch = Launch(_scale, device, {"SIZE": 16}, {"num_warps": 1})
     source, target = (torch.ones(16, device=device) for _ in range(2))
     arguments = (1, Pointers.of(source), Pointers.of(target), 16)
@@ -229,10 +270,12 @@ def test_launches_go_to_the_stream_that_is_current(device):
     launch(*arguments, 2.0)
     torch.cuda.synchronize()
     side = torch.cuda.Stream(device)
+    named = {} if is_current else {"stream": side}
     with torch.cuda.stream(side):
         torch.cuda._sleep(int(2e8))
-        launch(*arguments, 3.0)
-        launch(*arguments, 3.0)
+    with torch.cuda.stream(side if is_current else None):
+        launch(*arguments, 3.0, **named)
+        launch(*arguments, 3.0, **named)
     assert target.tolist() == [2.0] * 16  # read on the default stream, while the other sleeps
     side.synchronize()
     assert target.tolist() == [3.0] * 16

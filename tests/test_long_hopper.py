@@ -16,7 +16,7 @@ import pytest
 import torch
 from long_hopper_child import strided
 
-from pagedattn import AttentionSpec
+from pagedattn import AttentionSpec, PagedAttention, PageTable
 from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, hopper_refusals
 from pagedattn.kernels import gluon_names
 
@@ -197,7 +197,7 @@ def test_only_caches_that_are_matrices_are_reached():
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 def test_a_map_is_made_once_a_cache_and_finds_its_slots():
-    from pagedattn.backends.triton.launch import LayerPointers
+    from pagedattn.backends.triton.launch import LayerPointers, Pointers
     from pagedattn.backends.triton.long_hopper import LongHopper
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
@@ -209,14 +209,49 @@ def test_a_map_is_made_once_a_cache_and_finds_its_slots():
     def maps_of(cache):
         return kernel.maps_of(LayerPointers.of(q, cache, q, q))
 
+    def matrices_of(cache):
+        return [
+            (half.base.data_ptr() - kv_cache.data_ptr(), list(half.shape), list(half.strides))
+            for half in maps_of(cache).values
+        ]
+
     maps = maps_of(kv_cache)
     assert maps_of(kv_cache) is maps
-    assert maps_of(kv_cache.unbind(1)) == maps
-    assert maps_of(kv_cache[:3]) != maps
-    assert maps_of((kv_cache[:, 1], kv_cache[:, 0])) == maps[::-1]
+    assert maps_of(kv_cache.unbind(1)) is not None
+    rows = [4 * 32 + 16, 2 * 64]
+    assert matrices_of(kv_cache) == [(0, rows, [128, 1]), (4096, rows, [128, 1])]
+    assert matrices_of(kv_cache.unbind(1)) == matrices_of(kv_cache)
+    assert matrices_of((kv_cache[:, 1], kv_cache[:, 0])) == matrices_of(kv_cache)[::-1]
+    assert matrices_of(kv_cache[:3])[0] == (0, [2 * 32 + 16, 2 * 64], [128, 1])
     assert maps_of((kv_cache[:, 0], kv_cache[:0, 1])) is None
-    for at, half in zip((0, 4096), maps, strict=True):
-        assert half.descriptor.base.data_ptr() - kv_cache.data_ptr() == at
-        assert half.rows_per_page == 32
-        assert list(half.descriptor.shape) == [4 * 32 + 16, 2 * 64]
-        assert list(half.descriptor.strides) == [128, 1]
+    assert maps_of(kv_cache[:, :, :1].expand(5, 2, 16, 2, 64)) is None  # its tokens are all one
+    _, addresses, _ = arguments = kernel.arguments_of(Pointers.of(q), (2,), (4096, 128, 8192, 256))
+    assert addresses == (q.data_ptr(), 2, 32, 32, 132)
+    assert arguments.tensors[1:] == addresses[1:]
+
+
+@pytest.mark.gpu
+def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device):
+    """Ordinary launches are the first of each cache; a hang here is one in the cases above."""
+    from pagedattn.backends.triton.long_hopper import TensorDescriptor
+
+    if not hopper_here():
+        pytest.skip("needs a GPU of compute capability 9.0")
+    spec = AttentionSpec(8, 2, 128)
+    attn = PagedAttention(spec, 16, backend="triton", device=device)
+    attn.plan(PageTable.from_lengths([700, 90], 16), torch.tensor([0, 700, 790]).int())
+    generator = torch.Generator(device).manual_seed(0)
+    options = {"dtype": spec.dtype, "device": device, "generator": generator}
+    q = torch.randn(790, 8, 128, **options)
+    caches = [torch.randn(50, 2, 16, 2, 128, **options) for _ in range(3)]
+    caches += [caches[0].flip(1), caches[1].unbind(1)]
+    ordinary = [attn.run(q, cache) for cache in caches]
+    for _ in range(2):
+        for cache, expected in zip(caches, ordinary, strict=True):
+            assert torch.equal(attn.run(q, cache), expected)
+    assert not torch.equal(ordinary[0], ordinary[1])
+    assert torch.equal(ordinary[1], ordinary[4])
+    remembered = attn._backend._long_hopper._launches[False]._remembered.values()
+    assert len(remembered) == 5
+    for launch in remembered:
+        assert not any(isinstance(value, TensorDescriptor) for value in launch.descriptors)

@@ -34,19 +34,44 @@ def test_it_is_behind_what_is_queued_and_before_what_comes_next(hopper, in_graph
         attn.plan(table, qo_indptr)
         expected = attn.run(q, kv_cache).clone()
         late_q, late_out = torch.full_like(q, torch.nan), torch.empty_like(q)
-        run = graph_of(lambda: attn.run(late_q, kv_cache, out=late_out)) if in_graph else None
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(2e8))
-        late_q.copy_(q)
-        late_out.fill_(torch.nan)
-        if run is None:
-            attn.run(late_q, kv_cache, out=late_out)
-        else:
-            run.replay()
-        after = late_out.clone()
-        late_q.fill_(torch.nan)
-    torch.cuda.synchronize()
-    assert torch.equal(after, expected)
+        ways = [lambda: attn.run(late_q, kv_cache, out=late_out)]
+        if in_graph:  # and by itself again, and in another graph: with the same events
+            ways = [graph_of(ways[0]).replay, *ways, graph_of(ways[0]).replay, *ways]
+        for run in ways * 2:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(2e8))
+            late_q.copy_(q)
+            late_out.fill_(torch.nan)
+            run()
+            after = late_out.clone()
+            late_q.fill_(torch.nan)
+            torch.cuda.synchronize()
+            assert torch.equal(after, expected)
+
+
+@pytest.mark.gpu
+def test_runs_in_a_row_wait_for_one_another_by_the_same_events(hopper):
+    """Each run reads what the one before it wrote, and none is waited for on the host."""
+    table = PageTable.from_lengths(KV_LENS, 16)
+    qo_indptr = torch.tensor([0, *QO_LENS]).cumsum(0).int()
+    attn = PagedAttention(SPEC, 16, backend="triton", device=hopper)
+    attn.plan(table, qo_indptr)
+    generator = torch.Generator(hopper).manual_seed(0)
+    options = {"dtype": SPEC.dtype, "device": hopper, "generator": generator}
+    q = torch.randn(sum(QO_LENS), 8, 128, **options)
+    kv_cache = torch.randn(len(table.kv_indices), 2, 16, 2, 128, **options)
+    attn.run(attn.run(q, kv_cache), kv_cache)  # compiles
+
+    def chained(wait) -> torch.Tensor:
+        out = q
+        for _ in range(20):
+            out = attn.run(out, kv_cache) + q
+            wait()
+        return out
+
+    expected = chained(torch.cuda.synchronize)
+    torch.cuda._sleep(int(2e8))
+    assert torch.equal(chained(lambda: None), expected)
 
 
 def graph_of(call) -> torch.cuda.CUDAGraph:
@@ -63,7 +88,7 @@ def graph_of(call) -> torch.cuda.CUDAGraph:
 def test_every_program_is_launched_once(hopper, num_programs):
     launched = []
     both = SideBySide(hopper, num_programs)
-    both.run(lambda: launched.append("short"), launched.append)
+    both.run(lambda: launched.append("short"), lambda grid, stream=None: launched.append(grid))
     first, short, rest = launched
     assert short == "short"
     assert first + rest == num_programs

@@ -25,7 +25,7 @@ _NUMBERS = "num_kv_heads window_left k_rows_per_page v_rows_per_page total_progr
 
 @gluon.jit(do_not_specialize=_NUMBERS.split())
 def long_attention_hopper(
-    Q, k_pages, v_pages, OUT, LSE,  # as in the backend's run; pages as [rows, heads * HEAD_DIM]
+    k_pages, v_pages, Q, OUT, LSE,  # as in the backend's run; pages as [rows, heads * HEAD_DIM]
     QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS, HEADER, UNITS,  # the table and the schedule
     TURNS,  # i32[2]: units taken, programs done; 0 before and after
     num_kv_heads, window_left, score_scale, cap,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from pagedattn.backends.triton.arguments import (
     tile_constants,
     window_of,
 )
-from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
+from pagedattn.backends.triton.launch import MAX_REMEMBERED, Launch, LayerPointers, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.side_by_side import SideBySide
 from pagedattn.backends.triton.tiles import (
@@ -47,6 +48,14 @@ A capacity for no more than the one a request, and without room for the other, i
 Captured launches run in every step, those without work too: on an NVIDIA H200 the kernel for long
 queries then costs 4 to 6 µs. Where there are some and the kernel is left out, 512 tokens among
 256 x 2k decodes take 33 µs more, 550 for 517."""
+
+
+class _Arguments(NamedTuple):
+    """Of each kernel, the arguments that layers with the same strides have in common."""
+
+    short: Pointers
+    long: Pointers
+    long_hopper: Pointers
 
 
 class TritonBackend:
@@ -152,15 +161,15 @@ class TritonBackend:
     def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
         """Launch the kernel of each list that is not empty."""
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
-        row_strides = q.stride()[0], out.stride()[0]
+        strides = (q.stride(0), out.stride(0), *layer.page_strides)
+        arguments = self._arguments.get(strides) or self._make_arguments(strides)
         with_lse, hopper = lse is not None, self._long_hopper
         launch_short = partial(
             self._short[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads, layer,
-            self._short_pointers, *self._short_numbers, *row_strides, *layer.page_strides,
+            arguments.short,
         )  # fmt: skip
         if self._has_long and hopper and (maps := hopper.maps_of(layer)):
-            schedule, numbers = self._hopper_schedule, (*self._long_numbers, *row_strides)
-            launch_long = partial(hopper.launch, maps, with_lse, layer, schedule, numbers)
+            launch_long = hopper.prepare(maps, with_lse, layer, arguments.long_hopper)
             if self._has_short:
                 self._side_by_side.run(launch_short, launch_long)
             else:
@@ -169,10 +178,7 @@ class TritonBackend:
         if self._has_short:
             launch_short()
         if self._has_long:
-            self._long[with_lse](
-                self.tiles.long_programs, layer, self._long_pointers,
-                *self._long_numbers, *row_strides, *layer.page_strides,
-            )  # fmt: skip
+            self._long[with_lse](self.tiles.long_programs, layer, arguments.long)
 
     def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:
         """Whether the short and the long list will have entries."""
@@ -180,6 +186,22 @@ class TritonBackend:
         if self._num_rows == 0 or qo_lens[qo_lens.argmax()] <= max_len:
             return self._num_rows > 0, False
         return bool(((qo_lens > 0) & (qo_lens <= max_len)).any()), True
+
+    def _make_arguments(self, strides: tuple[int, ...]) -> _Arguments:
+        """Describe what launches of layers with these strides have in common, and keep it."""
+        if len(self._arguments) >= MAX_REMEMBERED:
+            self._arguments.clear()
+        row_strides, page_strides = strides[:2], strides[2:]
+        short = self._short_pointers.before(*self._short_numbers, *strides)
+        long = self._long_pointers.before(*self._long_numbers, *strides)
+        long_hopper = long
+        if self._long_hopper is not None:
+            numbers = (*self._long_numbers, *row_strides)
+            long_hopper = self._long_hopper.arguments_of(
+                self._hopper_schedule, numbers, page_strides
+            )
+        arguments = self._arguments[strides] = _Arguments(short, long, long_hopper)
+        return arguments
 
     def _build_schedule(self, batch_size: int) -> None:
         self._plan(
@@ -245,6 +267,7 @@ class TritonBackend:
         )  # fmt: skip
         self._long_pointers = Pointers.of(*table, buffers.long_units)
         self._hopper_schedule = Pointers.of(*table, buffers.long_units, buffers.long_turns)
+        self._arguments: dict[tuple[int, ...], _Arguments] = {}
 
 
 def _is_for_decoding(capacity: Capacity) -> bool:

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from pagedattn.backends.triton.descriptors import NO_DESCRIPTORS, Descriptors, expand
+from pagedattn.device import NOTHING
 from pagedattn.validation import KVCache, halves_of
 
 POINTER_ALIGNMENT = 16
@@ -28,16 +30,26 @@ MAX_REMEMBERED = 4096  # kinds of arguments; far more than layouts of tensors th
 class Pointers(NamedTuple):
     """Tensor arguments, described once for any number of launches."""
 
-    tensors: tuple[Tensor, ...]
-    addresses: tuple[int, ...]
-    kind: tuple[object, ...]  # what a kernel is compiled for, and more: dtypes and alignment
+    tensors: tuple[Any, ...]
+    addresses: tuple[Any, ...]
+    kind: str  # what a kernel is compiled for, and more: dtypes and alignment
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Pointers:
         """Describe tensors, whose memory must not move while this is in use."""
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        kind = [tensor.dtype for tensor in tensors]
-        return cls(tensors, addresses, (*kind, *[a % POINTER_ALIGNMENT for a in addresses]))
+        alignments = [address % POINTER_ALIGNMENT for address in addresses]
+        # a text: its hash is computed once
+        return cls(tensors, addresses, f"{[tensor.dtype for tensor in tensors]}{alignments}")
+
+    def before(self, *numbers: int | float) -> Pointers:
+        """These, and numbers that stay as long; all of them are what a kernel is compiled for.
+
+        Their values, not what Triton makes of them (1, multiples of 16, 32 bits or 64): so this
+        holds for every version. A text tells 1, 1.0 and True from one another.
+        """
+        kind = f"{self.kind}{numbers}"
+        return Pointers((*self.tensors, *numbers), (*self.addresses, *numbers), kind)
 
 
 class LayerPointers(NamedTuple):
@@ -53,7 +65,7 @@ class LayerPointers(NamedTuple):
     lse: Tensor
     page_strides: tuple[int, ...]  # pages and tokens of K, pages and tokens of V
     addresses: tuple[int, ...]
-    kind: tuple[object, ...]
+    kind: str
 
     @classmethod
     def of(cls, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor) -> LayerPointers:
@@ -70,9 +82,9 @@ class LayerPointers(NamedTuple):
         addresses = q_at, _, _, out_at, lse_at = (
             q.data_ptr(), k_at, v_at, out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
-        kind: tuple[object, ...] = ()
+        kind = ""
         if (q_at | k_at | v_at | out_at | lse_at) % POINTER_ALIGNMENT:
-            kind = tuple([address % POINTER_ALIGNMENT for address in addresses])
+            kind = repr([address % POINTER_ALIGNMENT for address in addresses])
         return cls(q, kv_cache, out, lse, strides, addresses, kind)
 
     @property
@@ -81,11 +93,20 @@ class LayerPointers(NamedTuple):
         return self.q, *halves_of(self.kv_cache), self.out, self.lse
 
 
+class _Remembered(NamedTuple):
+    """What a launch calls, and what stays of its arguments."""
+
+    run: Any
+    function: Any
+    packed_metadata: Any
+    descriptors: tuple[Any, ...]  # as `run` takes them
+
+
 class Launch:
     """One kernel with its compile-time arguments, launched on one device's current stream.
 
-    The kernel's parameters are in this order: pointers, numbers, compile-time arguments. Pointers
-    have names in capitals.
+    The kernel's parameters are in this order: descriptors, pointers, numbers, compile-time
+    arguments. Pointers have names in capitals.
 
     Args:
         kernel: What `triton.jit` returned. In the interpreter, which has no compiled kernels, every
@@ -109,7 +130,7 @@ class Launch:
         self._options = {**constants, **options}
         names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
         self._constants = tuple(constants[name] for name in names)
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._remembered: dict[tuple[object, ...], _Remembered] = {}
         self._is_for_any_numbers = _is_for_any_numbers(kernel)
         self.remembers = isinstance(kernel, JITFunction) and device.type == "cuda"
         if self.remembers:
@@ -122,34 +143,42 @@ class Launch:
         pointers: Pointers | LayerPointers,
         more: Pointers,
         *numbers: int | float,
+        descriptors: Descriptors = NO_DESCRIPTORS,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Launch `grid` programs.
 
         Args:
             grid: Programs, at least 1.
-            pointers: The kernel's first arguments.
+            pointers: The kernel's first arguments after its descriptors.
             more: The arguments after those, which usually stay for many launches.
-            numbers: The arguments after all pointers.
+            numbers: The arguments after all those, which do not.
+            descriptors: The kernel's first arguments, where it has descriptors.
+            stream: Where to launch; `None`: on the current stream.
         """
         if not self.remembers or self._is_watched():
-            self._launch_ordinarily(grid, pointers, more, numbers)
+            self._launch_ordinarily(grid, pointers, more, numbers, descriptors, stream)
             return
-        if self._is_for_any_numbers and max(numbers) <= MAX_INT32:
-            key: tuple[object, ...] = (pointers.kind, more.kind)
-        else:
-            # Values, not what Triton makes of them (1, multiples of 16, 32 bits or 64): so this
-            # holds for every version. The types, since 1, 1.0 and True are equal.
-            key = (pointers.kind, more.kind, numbers, *map(type, numbers))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            if len(self._compiled) >= MAX_REMEMBERED:
-                self._compiled.clear()
-            self._compiled[key] = self._launch_ordinarily(grid, pointers, more, numbers)
+        if not numbers or (self._is_for_any_numbers and max(numbers) <= MAX_INT32):
+            key: tuple[object, ...] = (pointers.kind, more.kind, descriptors)
+        else:  # values and types, as in `Pointers.before`
+            key = (pointers.kind, more.kind, descriptors, numbers, *map(type, numbers))
+        remembered = self._remembered.get(key)
+        if remembered is None:
+            if len(self._remembered) >= MAX_REMEMBERED:
+                self._remembered.clear()
+            compiled = self._launch_ordinarily(grid, pointers, more, numbers, descriptors, stream)
+            others = (*pointers.addresses, *more.addresses, *numbers, *self._constants)
+            run, expanded = expand(compiled.run, descriptors.values, others)
+            self._remembered[key] = _Remembered(
+                run, compiled.function, compiled.packed_metadata, expanded
+            )
             return
-        compiled.run(
-            grid, 1, 1, self._current_stream(self._device_index),
-            compiled.function, compiled.packed_metadata, None, None, None,  # no hooks
-            *pointers.addresses, *more.addresses, *numbers, *self._constants,
+        run, function, packed_metadata, expanded = remembered
+        run(
+            grid, 1, 1, stream.cuda_stream if stream else self._current_stream(self._device_index),
+            function, packed_metadata, None, None, None,  # no hooks
+            *expanded, *pointers.addresses, *more.addresses, *numbers, *self._constants,
         )  # fmt: skip
 
     def _launch_ordinarily(
@@ -158,8 +187,13 @@ class Launch:
         pointers: Pointers | LayerPointers,
         more: Pointers,
         numbers: tuple[int | float, ...],
+        descriptors: Descriptors,
+        stream: torch.cuda.Stream | None,
     ) -> Any:
-        return self._kernel[(grid,)](*pointers.tensors, *more.tensors, *numbers, **self._options)
+        with NOTHING if stream is None else torch.cuda.stream(stream):
+            return self._kernel[(grid,)](
+                *descriptors.values, *pointers.tensors, *more.tensors, *numbers, **self._options
+            )
 
     def _is_watched(self) -> bool:
         knobs = triton.knobs.runtime

@@ -13,7 +13,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pagedattn.backends.triton.descriptors import Descriptors
 from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
+from pagedattn.backends.triton.side_by_side import LaunchLong
 from pagedattn.backends.triton.tiles import HopperTiles
 from pagedattn.kernels.long_hopper import long_attention_hopper
 from pagedattn.spec import AttentionSpec
@@ -35,17 +37,6 @@ class _Memory:
     def data_ptr(self) -> int:
         """The address of the first element."""
         return self.address
-
-
-@dataclass(frozen=True)
-class PageMap:
-    """The pages of a K or V cache as rows of one matrix, for the copy engine.
-
-    Slot `s` of page `p` is row `p * rows_per_page + s`; a head is `head_dim` columns.
-    """
-
-    descriptor: Any
-    rows_per_page: int
 
 
 def unreachable_reasons(pages: Tensor) -> list[str]:
@@ -92,7 +83,7 @@ class LongHopper:
         self._total_programs = total_programs
         self.box = [min(page_size, tiles.tile), spec.head_dim]
         self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
-        self._maps: dict[tuple[object, ...], tuple[PageMap, PageMap] | None] = {}
+        self._maps: dict[tuple[object, ...], Descriptors | None] = {}
         self.constants = {
             "GROUP": spec.group_size,
             "HEAD_DIM": spec.head_dim,
@@ -109,34 +100,50 @@ class LongHopper:
             for with_lse in (False, True)
         ]
 
-    def maps_of(self, layer: LayerPointers) -> tuple[PageMap, PageMap] | None:
-        """The maps of a layer's K and V; `None` where the copy engine cannot reach one of them.
+    def maps_of(self, layer: LayerPointers) -> Descriptors | None:
+        """Maps of a layer's K and V; `None` where the copy engine cannot reach one of them.
 
+        Each is the pages as rows of one matrix, where a head is `head_dim` columns.
         Captured launches keep a copy of the maps, so a replay reads the cache of its capture.
         """
         cache = layer.kv_cache
-        parts = (cache,) if isinstance(cache, Tensor) else cache
-        num_pages = tuple([pages.shape[0] for pages in parts])
+        num_pages: object  # read in the cheapest way, as every run does
+        if isinstance(cache, Tensor):
+            num_pages = cache.size(0)
+        else:
+            num_pages = cache[0].size(0), cache[1].size(0)
         key = (num_pages, layer.addresses[1:3], layer.page_strides)
         if key not in self._maps:
             if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
-            k_pages, v_pages = halves_of(cache)
-            is_reached = not (unreachable_reasons(k_pages) or unreachable_reasons(v_pages))
-            maps = (self._make_map(k_pages), self._make_map(v_pages)) if is_reached else None
+            halves = halves_of(cache)
+            is_reached = not any(unreachable_reasons(pages) for pages in halves)
+            maps = Descriptors(tuple(map(self._map_of, halves))) if is_reached else None
             self._maps[key] = maps
         return self._maps[key]
 
-    def launch(
+    def arguments_of(
         self,
-        maps: tuple[PageMap, PageMap],
-        with_lse: bool,
-        layer: LayerPointers,
         schedule: Pointers,
         numbers: tuple[int | float, ...],
-        grid: int,
-    ) -> None:
-        """Compute long units.
+        page_strides: tuple[int, ...],
+    ) -> Pointers:
+        """What launches of many layers have in common.
+
+        Args:
+            schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
+            numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
+            page_strides: Of the layers' caches.
+        """
+        k_page, k_token, v_page, v_token = page_strides
+        # a cache whose tokens are all one has no maps: its number is not used
+        rows_per_page = k_page // max(k_token, 1), v_page // max(v_token, 1)
+        return schedule.before(*numbers, *rows_per_page, self._total_programs)
+
+    def prepare(
+        self, maps: Descriptors, with_lse: bool, layer: LayerPointers, arguments: Pointers
+    ) -> LaunchLong:
+        """Return what launches so many programs, at most one an SM, to compute long units.
 
         Launches over one schedule share its units, whether they run at one time or not. Their
         grids must add up to `total_programs`: the last program makes ready for the next step.
@@ -145,28 +152,23 @@ class LongHopper:
             maps: Of the layer.
             with_lse: Whether the layer's lse is written.
             layer: Of the backend's `run`.
-            schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
-            numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
-            grid: Programs of this launch, at most one an SM.
+            arguments: Of the layer's strides.
         """
-        k_map, v_map = maps
-        # descriptors go as they are, and are of one kind here
         q_at, _, _, out_at, lse_at = layer.addresses
-        pointers = Pointers(
-            (layer.q, k_map.descriptor, v_map.descriptor, layer.out, layer.lse),
-            (q_at, k_map.descriptor, v_map.descriptor, out_at, lse_at),
-            layer.kind,
-        )
-        self._launches[with_lse](
-            grid, pointers, schedule,
-            *numbers, k_map.rows_per_page, v_map.rows_per_page, self._total_programs,
-        )  # fmt: skip
+        pointers = Pointers((layer.q, layer.out, layer.lse), (q_at, out_at, lse_at), layer.kind)
+        kernel = self._launches[with_lse]
 
-    def _make_map(self, pages: Tensor) -> PageMap:
+        def launch(grid: int, stream: torch.cuda.Stream | None = None) -> None:
+            kernel(grid, pointers, arguments, descriptors=maps, stream=stream)
+
+        return launch
+
+    def _map_of(self, pages: Tensor) -> Any:
+        """The pages as rows of one matrix; page 1 begins at row `page_stride // token_stride`."""
         num_pages, page_size, num_heads, head_dim = pages.shape
         page_stride, token_stride = pages.stride()[:2]
-        rows_per_page = page_stride // token_stride
-        shape = [(num_pages - 1) * rows_per_page + page_size, num_heads * head_dim]
-        memory = _Memory(pages.data_ptr(), pages.dtype)
-        descriptor = TensorDescriptor(memory, shape, [token_stride, 1], self.box, self.layout)
-        return PageMap(descriptor, rows_per_page)
+        num_rows = (num_pages - 1) * (page_stride // token_stride) + page_size
+        return TensorDescriptor(
+            _Memory(pages.data_ptr(), pages.dtype),
+            [num_rows, num_heads * head_dim], [token_stride, 1], self.box, self.layout,
+        )  # fmt: skip

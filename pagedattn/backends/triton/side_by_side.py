@@ -14,11 +14,19 @@ and with 44, 60 and 76 of the 132 SMs for long queries first): 64 x 4k decode + 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 LONG_SHARE = 5 / 11
 """Of the SMs, where long queries begin: 60 of an H200's 132."""
+
+
+class LaunchLong(Protocol):
+    """Launches the kernel for long queries."""
+
+    def __call__(self, grid: int, stream: torch.cuda.Stream | None = None) -> object:
+        """Launch `grid` programs on a stream; `None`: on the current one."""
 
 
 class SideBySide:
@@ -31,29 +39,31 @@ class SideBySide:
     """
 
     def __init__(self, device: torch.device, num_programs: int) -> None:
-        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # the more urgent stream: else short programs may take all SMs first
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            # Two, for every run: to record one again changes nothing for those who wait already.
+            self._begun = torch.Event(device, enable_timing=False)
+            self._ended = torch.Event(device, enable_timing=False)
         self._first = round(num_programs * LONG_SHARE)
         self._rest = num_programs - self._first
 
-    def run(self, launch_short: Callable[[], None], launch_long: Callable[[int], object]) -> None:
+    def run(self, launch_short: Callable[[], None], launch_long: LaunchLong) -> None:
         """Launch both kernels behind the current stream's work; what comes next waits for both.
 
         Args:
-            launch_short: Launches the one.
+            launch_short: Launches the one, on the current stream.
             launch_long: Launches so many programs of the other.
         """
         if self._stream is None:
             launch_short()
             launch_long(self._first + self._rest)
             return
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            launch_long(self._first)
+        self._begun.record()  # on the current stream, as what names no stream here
+        self._begun.wait(self._stream)
+        launch_long(self._first, self._stream)
         launch_short()
         launch_long(self._rest)
-        current.wait_stream(self._stream)
+        self._ended.record(self._stream)
+        self._ended.wait()
