@@ -80,7 +80,8 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
         self.tiles = choose_tiles(spec, facts)
-        if capacity is not None and _is_for_decoding(capacity):
+        # batch-invariant, no request's way may depend on a capacity
+        if capacity is not None and not batch_invariant and _is_for_decoding(capacity):
             self.tiles = replace(self.tiles, max_short_rows=UNBOUNDED_ROWS)
         self._may_have_long = self.tiles.max_short_rows < UNBOUNDED_ROWS
         self._long_hopper = None
