@@ -32,7 +32,8 @@ from pagedattn.kernels.short import short_attention
 from pagedattn.spec import AttentionSpec
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-VALUES = {"Q", "K", "V", "OUT", "KEY", "VALUE", "PAGES"}  # pointers to the spec's dtype
+# pointers to the spec's dtype
+VALUES = {"Q", "K", "V", "OUT", "KEY", "VALUE", "PAGES", "k_pages", "v_pages"}
 FLOATS = {"LSE", "PIECE_ACC", "PIECE_ML"}
 
 
@@ -63,16 +64,30 @@ def local_accesses_in_product_loops(sass: str) -> int:
     return sum(names[j].startswith(("LDL", "STL")) for body in inner for j in body)
 
 
+def announcements(ptx: str) -> list[list[str]]:
+    """What follows each wait for copies, up to the arrival that tells another partition of them."""
+    steps = re.findall(
+        r"cp\.async\.(wait)_group|(bar)\.sync|(fence)\.proxy\.async|mbarrier\.(arrive)|"
+        r"(cp\.async\.cg)", ptx
+    )  # fmt: skip
+    names = ["".join(step) for step in steps]
+    found = []
+    for at, name in enumerate(names):
+        if name == "wait" and "arrive" in names[at:]:
+            found.append(names[at + 1 : names.index("arrive", at) + 1])
+    return found
+
+
 def signature_of(
     kernel, dtype: torch.dtype, constants: dict, map_type: str
 ) -> tuple[dict, list[str]]:
-    """Each argument's type, and those that are multiples of 16."""
+    """Each argument's type, and those that are multiples of 16; no map: pages are pointers."""
     signature, aligned = {}, []
     for parameter in kernel.params:
         name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("k_pages", "v_pages"):
+        elif name in ("k_pages", "v_pages") and map_type:
             signature[name] = map_type
         elif name in VALUES:
             signature[name] = f"*{TYPES[dtype]}"
@@ -127,6 +142,9 @@ def compile_sm90(
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
         "mma": compiled.asm["ptx"].count("mma.sync"),
         "boxes": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+        "announcements": announcements(compiled.asm["ptx"]),
+        # of 16 bytes, which alone go past the first cache and 16 at a time
+        "copies": len(re.findall(r"cp\.async\.cg\.shared\S* [^;]*, 0x10, ", compiled.asm["ptx"])),
         "buffers": sorted(
             int(n)
             for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x", compiled.asm["ttgir"])
@@ -173,12 +191,14 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
 
     tiles = choose_hopper_tiles(spec, case["page_size"], facts)
     launcher = LongHopper(spec, case["page_size"], tiles, 132, torch.device("cpu"))
-    rows, columns = launcher.box
+    map_type, gather = "", case.get("gather", not tiles.has_boxes)
+    if not gather:
+        rows, columns = launcher.box
+        map_type = f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>"
     answer = compile_sm90(
         long_attention_hopper, spec.dtype,
-        {**launcher.constants, "WITH_LSE": case.get("with_lse", False)},
-        f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>", GluonASTSource,
-        num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
+        {**launcher.constants, "WITH_LSE": case.get("with_lse", False), "GATHER": gather},
+        map_type, GluonASTSource, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
     return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}

@@ -6,9 +6,9 @@ never comes hangs its process for good; the caller ends it.
 
 A case: spec (fields of AttentionSpec), page_size, kv_lens, qo_lens; and where they differ from what
 `batch_of` takes, values, garbage; all_nan: true, where every key and value is NaN and some rows of
-one request see none; strided ("heads" or "pages"): how the cache lies; graph: true, where the run
-is captured with another step planned and replayed with this one; first_grid: the programs of a
-first launch, where there are two, which share the units.
+one request see none; strided ("heads", "pages" or "odd"): how the cache lies; graph: true, where
+the run is captured with another step planned and replayed with this one; first_grid: the programs
+of a first launch, where there are two, which share the units.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ def step_of(case: dict) -> Step:
 
 
 def strided(kv_cache: torch.Tensor, how: str) -> torch.Tensor:
-    """The same cache among NaN: heads in the middle of more, or pages that no matrix row fits."""
+    """The same cache among NaN: heads in the middle of more, or pages that no matrix row fits.
+
+    "odd" pages do not begin at multiples of 16 bytes either.
+    """
     num_pages, two, page_size, num_heads, head_dim = kv_cache.shape
     if how == "heads":
         shape = (num_pages, two, page_size, num_heads + 2, head_dim)
         place = kv_cache.new_full(shape, torch.nan)[:, :, :, 1:-1]
-    elif how == "pages":
-        row = kv_cache[0].numel() + 8
-        place = kv_cache.new_full((num_pages, row), torch.nan)[:, :-8].view(kv_cache.shape)
+    elif how in ("pages", "odd"):
+        gap = 8 if how == "pages" else 4
+        row = kv_cache[0].numel() + gap
+        place = kv_cache.new_full((num_pages, row), torch.nan)[:, :-gap].view(kv_cache.shape)
     else:
         return kv_cache
     return place.copy_(kv_cache)

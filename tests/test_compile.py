@@ -58,6 +58,13 @@ HOPPER = {
         "kernel": "long hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256},
     },
 }  # fmt: skip
+GATHER = {
+    "gather": {"kernel": "long hopper", "page_size": 1, "spec": LLAMA, "with_lse": True},
+    "gather 256 window cap": {
+        "kernel": "long hopper", "page_size": 5, "spec": LLAMA | WINDOW_AND_CAP | {"head_dim": 256},
+    },
+}  # fmt: skip
+HOPPER |= GATHER
 CASES |= HOPPER
 TENSOR_CORES = [name for name in CASES if name.startswith(("short", "long")) and "fp32" not in name]
 
@@ -79,7 +86,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, name):
     if name in HOPPER:
         # what the partitions share, like the thread's number, may wait in memory between units
         assert compiled[name]["local_accesses_in_loops"] == 0, compiled[name]
-        most = 128 if name == "long hopper 256" else 64
+        most = 192 if HOPPER[name]["spec"]["head_dim"] == 256 else 64
         assert compiled[name]["stack_bytes"] <= most, compiled[name]
     else:
         assert compiled[name]["stack_bytes"] == 0, compiled[name]
@@ -92,18 +99,41 @@ def test_products_run_on_the_tensor_cores(compiled, name):
 
 
 @pytest.mark.parametrize("name", HOPPER)
-def test_the_gluon_kernel_has_two_rings_as_deep_as_meant_and_one_box_a_page(compiled, name):
-    spec, page_size = HOPPER[name]["spec"], HOPPER[name]["page_size"]
+def test_the_gluon_kernel_has_two_rings_as_deep_as_meant(compiled, name):
+    spec = HOPPER[name]["spec"]
     head_dim, tile, num_stages = spec["head_dim"], *compiled[name]["hopper_tiles"]
     # beside the rows of two consumers; barriers and what units are told by are small
     tiles_bytes = (128 + 2 * num_stages * tile) * head_dim * 2
     assert 0 <= compiled[name]["shared_bytes"] - tiles_bytes < 1024
-    # a copy is at most 128 bytes wide, and of one page; K, and V
-    assert compiled[name]["boxes"] == 2 * max(tile // page_size, 1) * head_dim // 64
     # two consumers: the first tile's scores, edge and whole tiles, with a window its edge, and
     # the last tile's values
     sweeps = 3 if "window_left" in spec else 2
     assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * (head_dim // 16 + tile // 16)
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_the_copy_engine_brings_a_page_at_once_or_each_thread_16_bytes(compiled, name):
+    tile, _ = compiled[name]["hopper_tiles"]
+    head_dim, page_size = HOPPER[name]["spec"]["head_dim"], HOPPER[name]["page_size"]
+    pieces = 0
+    if name in GATHER:
+        boxes, pieces = 0, 2 * tile * head_dim * 2 // 16
+    else:
+        # at most 128 bytes wide, and of one page; K, and V
+        boxes = 2 * max(tile // page_size, 1) * head_dim // 64
+    assert compiled[name]["boxes"] == boxes
+    assert compiled[name]["copies"] * 128 == pieces
+
+
+@pytest.mark.parametrize("name", GATHER)
+def test_the_tensor_cores_are_told_of_copies_that_all_threads_made_visible(compiled, name):
+    # of a tile's K, and V, once the next is under way; and of the last's
+    assert len(compiled[name]["announcements"]) == 4
+    for steps in compiled[name]["announcements"]:
+        *_, arrival = steps
+        assert arrival == "arrive"
+        assert "cp.async.cg" not in steps
+        assert "bar" in steps[steps.index("fence") :]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,39 @@ CASES = {
     } | RAGGED,
     "graph": {"spec": HEADS, "page_size": 16, "graph": True} | RAGGED,
     "graph window": {"spec": HEADS | {"window_left": 65}, "page_size": 16, "graph": True} | RAGGED,
+    "plain kernel's cache": {"spec": HEADS, "page_size": 16, "strided": "odd"} | RAGGED,
+}  # fmt: skip
+# pages that are no boxes of the copy engine, whose rows are gathered
+ONE = {"spec": HEADS, "page_size": 1}
+WINDOW = {"spec": HEADS | {"window_left": 65}, "page_size": 3}
+CASES |= {
+    "gather": ONE | RAGGED,
+    "gather, one tile": ONE | {"kv_lens": [100], "qo_lens": [70]},
+    "gather empty rows beside NaN": ONE | {"kv_lens": [100], "qo_lens": [133], "all_nan": True},
+    "gather infinity": ONE | {"garbage": "infinity"} | RAGGED,
+    "gather long context": ONE | {"kv_lens": [4096, 3000], "qo_lens": [100, 65]},
+    "gather many requests": ONE | {
+        "kv_lens": [37 * i % 701 for i in range(120)], "qo_lens": [17 + i % 50 for i in range(120)],
+    },
+    "gather heads of a larger cache": ONE | {"strided": "heads"} | RAGGED,
+    "gather pages out of step": ONE | {"strided": "pages"} | RAGGED,
+    "gather two launches": ONE | {"first_grid": 40} | RAGGED,
+    "gather graph": ONE | {"graph": True} | RAGGED,
+    "gather window": WINDOW | RAGGED,
+    "gather long window": WINDOW | {"kv_lens": [517, 900, 4500], "qo_lens": [517, 50, 140]},
+    "gather window graph": WINDOW | {"graph": True} | RAGGED,
+    "gather wide window": {
+        "spec": HEADS | {"window_left": 1000}, "page_size": 3,
+        "kv_lens": [517, 900, 4500], "qo_lens": [517, 50, 140],
+    },
+    "gather window soft cap": {
+        "spec": HEADS | {"window_left": 100, "logits_soft_cap": 20.0}, "page_size": 5,
+    } | RAGGED,
+    "gather bfloat16, not causal": {
+        "spec": HEADS | {"dtype": "bfloat16", "causal": False}, "page_size": 24,
+    } | RAGGED,
+    "gather head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 2} | RAGGED,
+    "gather head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 7} | RAGGED,
 }  # fmt: skip
 for page_size in (8, 64, 256):
     CASES[f"page_size {page_size}"] = {"spec": HEADS, "page_size": page_size} | RAGGED
@@ -145,7 +178,7 @@ def test_this_triton_has_all_names_that_the_kernel_uses():
 
 
 def test_it_is_chosen_where_it_runs():
-    assert hopper_refusals(LLAMA, 16, H200) == []
+    assert hopper_refusals(LLAMA, H200) == []
     assert choose_hopper_tiles(LLAMA, 16, H200) is not None
 
 
@@ -159,22 +192,34 @@ def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
     assert tiles.num_stages >= (2 if head_dim == 256 else 3)
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 7, 24, 48, 100])
+def test_rows_of_pages_that_are_no_boxes_are_gathered(page_size):
+    tiles = choose_hopper_tiles(LLAMA, page_size, H200)
+    assert tiles is not None
+    assert not tiles.has_boxes
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 256])
+def test_pages_that_are_boxes_or_some_are_copied_whole(page_size):
+    tiles = choose_hopper_tiles(LLAMA, page_size, H200)
+    assert tiles.has_boxes
+    assert page_size % tiles.tile == 0 or tiles.tile % page_size == 0
+
+
 @pytest.mark.parametrize(
-    ("spec", "page_size", "facts"),
+    ("spec", "facts"),
     [
-        (LLAMA, 16, DeviceFacts(num_sms=108, compute_capability=(8, 0))),
-        (LLAMA, 16, DeviceFacts(num_sms=148, compute_capability=(10, 0))),
-        (LLAMA, 16, DeviceFacts(num_sms=0, interpreted=True, compute_capability=(9, 0))),
-        (LLAMA, 16, DeviceFacts(132, compute_capability=(9, 0), missing_gluon=("tma",))),
-        (LLAMA, 4, H200),
-        (LLAMA, 48, H200),
-        (AttentionSpec(32, 8, 96), 16, H200),
-        (AttentionSpec(32, 8, 128, torch.float32), 16, H200),
+        (LLAMA, DeviceFacts(num_sms=108, compute_capability=(8, 0))),
+        (LLAMA, DeviceFacts(num_sms=148, compute_capability=(10, 0))),
+        (LLAMA, DeviceFacts(num_sms=0, interpreted=True, compute_capability=(9, 0))),
+        (LLAMA, DeviceFacts(132, compute_capability=(9, 0), missing_gluon=("tma",))),
+        (AttentionSpec(32, 8, 96), H200),
+        (AttentionSpec(32, 8, 128, torch.float32), H200),
     ],
 )
-def test_elsewhere_the_plain_kernel_is_chosen_for_one_stated_reason(spec, page_size, facts):
-    assert len(hopper_refusals(spec, page_size, facts)) == 1
-    assert choose_hopper_tiles(spec, page_size, facts) is None
+def test_elsewhere_the_plain_kernel_is_chosen_for_one_stated_reason(spec, facts):
+    assert len(hopper_refusals(spec, facts)) == 1
+    assert choose_hopper_tiles(spec, 16, facts) is None
 
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
@@ -223,10 +268,8 @@ def test_a_map_is_made_once_a_cache_and_finds_its_slots():
     assert matrices_of(kv_cache.unbind(1)) == matrices_of(kv_cache)
     assert matrices_of((kv_cache[:, 1], kv_cache[:, 0])) == matrices_of(kv_cache)[::-1]
     assert matrices_of(kv_cache[:3])[0] == (0, [2 * 32 + 16, 2 * 64], [128, 1])
-    assert maps_of((kv_cache[:, 0], kv_cache[:0, 1])) is None
-    assert maps_of(kv_cache[:, :, :1].expand(5, 2, 16, 2, 64)) is None  # its tokens are all one
     _, addresses, _ = arguments = kernel.arguments_of(Pointers.of(q), (2,), (4096, 128, 8192, 256))
-    assert addresses == (q.data_ptr(), 2, 32, 32, 132)
+    assert addresses == (q.data_ptr(), 2, 4096, 128, 8192, 256, 132)
     assert arguments.tensors[1:] == addresses[1:]
 
 
@@ -251,7 +294,52 @@ def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device
             assert torch.equal(attn.run(q, cache), expected)
     assert not torch.equal(ordinary[0], ordinary[1])
     assert torch.equal(ordinary[1], ordinary[4])
-    remembered = attn._backend._long_hopper._launches[False]._remembered.values()
+    remembered = attn._backend._long_hopper._launches[False, False]._remembered.values()
     assert len(remembered) == 5
     for launch in remembered:
         assert not any(isinstance(value, TensorDescriptor) for value in launch.descriptors)
+
+
+@pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
+@pytest.mark.parametrize("page_size", [5, 16])
+def test_what_the_engine_does_not_reach_is_gathered_where_rows_are_aligned(page_size):
+    from pagedattn.backends.triton.launch import LayerPointers, Pointers
+    from pagedattn.backends.triton.long_hopper import LongHopper, TensorDescriptor
+
+    spec = AttentionSpec(4, 2, 64, torch.float16)
+    tiles = choose_hopper_tiles(spec, page_size, H200)
+    kernel = LongHopper(spec, page_size, tiles, 132, torch.device("cpu"))
+    calls = []
+    kernel._launches = {
+        key: lambda *_, descriptors, key=key, **__: calls.append((key, descriptors))
+        for key in kernel._launches
+    }
+    kv_cache = torch.zeros(5, 2, page_size, 2, 64, dtype=torch.float16)
+    q = torch.zeros(1, 4, 64, dtype=torch.float16)
+
+    def gathers(cache):
+        """Whether a launch gathers; `None` where the kernel cannot reach the cache."""
+        layer = LayerPointers.of(q, cache, q, q)
+        maps = kernel.maps_of(layer)
+        if maps is None:
+            return None
+        kernel.prepare(maps, True, layer, Pointers.of(q))(7)
+        (is_gather, with_lse), descriptors = calls.pop()
+        assert with_lse
+        assert descriptors is maps
+        if is_gather:
+            assert tuple(each.data_ptr() for each in maps.values) == layer.addresses[1:3]
+        else:
+            assert all(isinstance(each, TensorDescriptor) for each in maps.values)
+        return is_gather
+
+    keys, values = kv_cache.unbind(1)
+    assert gathers(kv_cache) is (page_size == 5)
+    assert gathers(strided(kv_cache, "pages")) is True
+    assert gathers(strided(kv_cache, "odd")) is None
+    assert gathers((keys, strided(kv_cache, "pages")[:, 1])) is True  # one way for both
+    assert gathers((keys, strided(kv_cache, "odd")[:, 1])) is None
+    assert gathers((keys, values[:0])) is True
+    assert gathers(kv_cache[:, :, :1].expand_as(kv_cache)) is True  # its tokens are all one
+    shifted = torch.zeros(kv_cache.numel() + 1, dtype=torch.float16)[1:].view(kv_cache.shape)
+    assert gathers((keys, shifted[:, 1])) is None

@@ -30,15 +30,15 @@ def hand_out(
     turn = 0
     unit = next_unit(TURNS)
     while unit < num_units:
-        request, block, kv_head, qo_begin, qo_len = locate(unit, QO_INDPTR, UNITS, num_kv_heads)
-        kv_len = gl.load(KV_LENS + request)
-        page_begin = gl.load(KV_INDPTR + request)
-        hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin)
+        block, kv_head, qo_begin, qo_len, kv_len, page_begin = locate(
+            unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
+        )
+        hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin, 1)
         turn += 1
         # before it takes the next: a unit taken early is missing where another program is free
         wait_for_room(handover, turn)
         unit = next_unit(TURNS)
-    hand_over(handover, 0, 0, 0, 0, 0, 0)
+    hand_over(handover, 0, 0, 0, 0, 0, 0, 1)
     leave(TURNS, total_programs)
 
 
@@ -70,13 +70,17 @@ def _copy_tile(
 
 @gluon.jit
 def produce(
-    k_pages, v_pages, KV_INDICES, window_left, k_rows_per_page, v_rows_per_page, rings, handover,
+    k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride, v_page_stride,
+    v_token_stride, rings, handover,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings with the tiles of every unit of this program."""
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
     BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < TILE else TILE
+    # a token is a row, so these are few, however far pages are apart
+    k_rows_per_page = (k_page_stride // k_token_stride).to(gl.int32)
+    v_rows_per_page = (v_page_stride // v_token_stride).to(gl.int32)
     count = 0
     turn = 0
     block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, 1)

@@ -1,7 +1,7 @@
 """Units of the Gluon kernel for long queries: who takes which, what of them is where.
 
-A unit is a block of 128 rows of one KV head. One warp of each program takes units from a counter
-and tells the other partitions, through a few cells in shared memory, which one comes next.
+A unit is a block of 128 rows of one KV head. One partition of each program takes units from a
+counter and tells the others, through a few cells in shared memory, which one comes next.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,6 @@ from pagedattn.kernels.masks import end_key, first_key
 
 HALF = gl.constexpr(64)  # rows of a consumer: what one warpgroup's instruction multiplies
 FIELDS = gl.constexpr(6)  # numbers that describe a unit
-LISTENERS = gl.constexpr(3)  # partitions that are told of every unit
 
 
 @gluon.jit
@@ -30,8 +29,8 @@ def leave(TURNS, total_programs):
 
 
 @gluon.jit
-def locate(unit, QO_INDPTR, UNITS, num_kv_heads):
-    """Request, block, KV head, first query token and query tokens of a unit.
+def locate(unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads):
+    """Block, KV head, first query token, query tokens, keys and first page id of a unit.
 
     Units are in the order of the list, and each entry's are those of all KV heads. With all blocks
     of a head together instead, which L2 could hold, an H200 takes 3 % less for 1 x 32k, and 11 %
@@ -42,12 +41,14 @@ def locate(unit, QO_INDPTR, UNITS, num_kv_heads):
     block = gl.load(UNITS + entry * 2 + 1)
     qo_begin = gl.load(QO_INDPTR + request)
     qo_len = gl.load(QO_INDPTR + request + 1) - qo_begin
-    return request, block, unit % num_kv_heads, qo_begin, qo_len
+    kv_len = gl.load(KV_LENS + request)
+    page_begin = gl.load(KV_INDPTR + request)
+    return block, unit % num_kv_heads, qo_begin, qo_len, kv_len, page_begin
 
 
 @gluon.jit
-def _put(cell, value):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def _put(cell, value, WARPS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     cell.store(gl.full([1], value, gl.int32, LAYOUT))
 
 
@@ -65,21 +66,26 @@ def wait_for_room(handover, turn):
 
 
 @gluon.jit
-def hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin):
-    """Tell the other partitions the unit of this turn, for which there must be room."""
+def hand_over(
+    handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin, WARPS: gl.constexpr
+):  # fmt: skip
+    """Tell the other partitions the unit of this turn, for which there must be room.
+
+    Where none is left, it has no queries.
+    """
     cells, full, _empty = handover
-    _put(cells.index(0), block)
-    _put(cells.index(1), kv_head)
-    _put(cells.index(2), qo_begin)
-    _put(cells.index(3), qo_len)
-    _put(cells.index(4), kv_len)
-    _put(cells.index(5), page_begin)
+    _put(cells.index(0), block, WARPS)
+    _put(cells.index(1), kv_head, WARPS)
+    _put(cells.index(2), qo_begin, WARPS)
+    _put(cells.index(3), qo_len, WARPS)
+    _put(cells.index(4), kv_len, WARPS)
+    _put(cells.index(5), page_begin, WARPS)
     mbarrier.arrive(full.index(0), count=1)
 
 
 @gluon.jit
 def receive(handover, turn, WARPS: gl.constexpr):
-    """The unit of this turn, in a partition of so many warps; where none is left, no queries."""
+    """The unit of this turn, in a partition of so many warps."""
     cells, full, empty = handover
     mbarrier.wait(full.index(0), turn & 1)
     block = _get(cells.index(0), WARPS)

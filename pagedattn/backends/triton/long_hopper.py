@@ -1,4 +1,6 @@
-"""Launches of the Gluon kernel for long queries, and the caches that its copy engine reaches.
+"""Launches of the Gluon kernel for long queries, and how it reaches a cache.
+
+The copy engine brings pages that are boxes of rows of a matrix; rows of others are gathered.
 
 Imported only where `choose_hopper_tiles` chose the kernel: elsewhere Gluon may be missing.
 """
@@ -24,12 +26,13 @@ from pagedattn.validation import halves_of
 MAX_MAPS = 4096  # caches whose maps are kept: more than a model has layers
 NUM_WARPS = 4  # of the first consumer; the other partitions bring their own
 MAX_REGISTERS = 168  # a thread of 12 warps, before those that compute nothing give theirs up
+PIECE_BYTES = 16  # that a thread copies at once where rows are gathered
 _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a descriptor asks of a tensor, without keeping the tensor alive."""
+    """What a descriptor or a launch asks of a tensor, without keeping the tensor alive."""
 
     address: int
     dtype: torch.dtype
@@ -61,6 +64,21 @@ def unreachable_reasons(pages: Tensor) -> list[str]:
     return reasons
 
 
+def ungathered_reasons(pages: Tensor) -> list[str]:
+    """Why the rows of a cache cannot be gathered; [] where they can.
+
+    Args:
+        pages: As for `unreachable_reasons`.
+    """
+    page_bytes, token_bytes = [stride * pages.itemsize for stride in pages.stride()[:2]]
+    numbers = ("address", pages.data_ptr()), ("page", page_bytes), ("token", token_bytes)
+    return [
+        f"{name}: {number:#x} is not a multiple of {PIECE_BYTES} bytes"
+        for name, number in numbers
+        if number % PIECE_BYTES
+    ]
+
+
 class LongHopper:
     """The kernel of `kernels/long_hopper.py` for one kind of layer.
 
@@ -81,8 +99,10 @@ class LongHopper:
         device: torch.device,
     ) -> None:
         self._total_programs = total_programs
-        self.box = [min(page_size, tiles.tile), spec.head_dim]
-        self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
+        self._has_boxes = tiles.has_boxes
+        if tiles.has_boxes:
+            self.box = [min(page_size, tiles.tile), spec.head_dim]
+            self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
         self._maps: dict[tuple[object, ...], Descriptors | None] = {}
         self.constants = {
             "GROUP": spec.group_size,
@@ -95,15 +115,22 @@ class LongHopper:
             "STAGES": tiles.num_stages,
         }
         options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
-        self._launches = [
-            Launch(long_attention_hopper, device, self.constants | {"WITH_LSE": with_lse}, options)
+        self._launches = {
+            (gather, with_lse): Launch(
+                long_attention_hopper,
+                device,
+                self.constants | {"WITH_LSE": with_lse, "GATHER": gather},
+                options,
+            )
+            for gather in (False, True)
             for with_lse in (False, True)
-        ]
+        }
 
     def maps_of(self, layer: LayerPointers) -> Descriptors | None:
-        """Maps of a layer's K and V; `None` where the copy engine cannot reach one of them.
+        """Maps of a layer's K and V; `None` where the kernel cannot reach one of them.
 
-        Each is the pages as rows of one matrix, where a head is `head_dim` columns.
+        Each is the pages as rows of one matrix, where a head is `head_dim` columns. Where rows are
+        gathered, there are addresses instead.
         Captured launches keep a copy of the maps, so a replay reads the cache of its capture.
         """
         cache = layer.kv_cache
@@ -116,10 +143,7 @@ class LongHopper:
         if key not in self._maps:
             if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
-            halves = halves_of(cache)
-            is_reached = not any(unreachable_reasons(pages) for pages in halves)
-            maps = Descriptors(tuple(map(self._map_of, halves))) if is_reached else None
-            self._maps[key] = maps
+            self._maps[key] = self._make_maps(halves_of(cache))
         return self._maps[key]
 
     def arguments_of(
@@ -135,10 +159,7 @@ class LongHopper:
             numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
             page_strides: Of the layers' caches.
         """
-        k_page, k_token, v_page, v_token = page_strides
-        # a cache whose tokens are all one has no maps: its number is not used
-        rows_per_page = k_page // max(k_token, 1), v_page // max(v_token, 1)
-        return schedule.before(*numbers, *rows_per_page, self._total_programs)
+        return schedule.before(*numbers, *page_strides, self._total_programs)
 
     def prepare(
         self, maps: Descriptors, with_lse: bool, layer: LayerPointers, arguments: Pointers
@@ -156,12 +177,19 @@ class LongHopper:
         """
         q_at, _, _, out_at, lse_at = layer.addresses
         pointers = Pointers((layer.q, layer.out, layer.lse), (q_at, out_at, lse_at), layer.kind)
-        kernel = self._launches[with_lse]
+        kernel = self._launches[isinstance(maps.values[0], _Memory), with_lse]
 
         def launch(grid: int, stream: torch.cuda.Stream | None = None) -> None:
             kernel(grid, pointers, arguments, descriptors=maps, stream=stream)
 
         return launch
+
+    def _make_maps(self, halves: tuple[Tensor, Tensor]) -> Descriptors | None:
+        if self._has_boxes and not any(unreachable_reasons(pages) for pages in halves):
+            return Descriptors(tuple(map(self._map_of, halves)))
+        if any(ungathered_reasons(pages) for pages in halves):
+            return None
+        return Descriptors(tuple(_Memory(pages.data_ptr(), pages.dtype) for pages in halves))
 
     def _map_of(self, pages: Tensor) -> Any:
         """The pages as rows of one matrix; page 1 begins at row `page_stride // token_stride`."""

@@ -38,6 +38,7 @@ class HopperTiles:
 
     tile: int  # keys of a tile
     num_stages: int  # K tiles, and V tiles, in shared memory
+    has_boxes: bool  # the copy engine can bring whole pages; else their rows are gathered
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
     )  # fmt: skip
 
 
-def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> list[str]:
+def hopper_refusals(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
     """Why long queries do not take the Gluon kernel; [] where they do."""
     reasons = [f"this Triton's Gluon has no {name}" for name in facts.missing_gluon]
     if facts.interpreted:
@@ -103,9 +104,6 @@ def hopper_refusals(spec: AttentionSpec, page_size: int, facts: DeviceFacts) -> 
         reasons.append(f"dtype={spec.dtype}: written for 16 bits")
     if spec.head_dim not in (64, 128, 256):
         reasons.append(f"head_dim={spec.head_dim}: written for 64, 128 and 256")
-    if page_size < 8 or page_size & (page_size - 1):
-        # a box is a whole number of the 8 rows after which the layout of shared memory repeats
-        reasons.append(f"{page_size=}: not a power of two of at least 8")
     return reasons
 
 
@@ -113,12 +111,16 @@ def choose_hopper_tiles(
     spec: AttentionSpec, page_size: int, facts: DeviceFacts
 ) -> HopperTiles | None:
     """Tiles of the Gluon kernel for long queries; `None`: `long.py` serves."""
-    if hopper_refusals(spec, page_size, facts):
+    if hopper_refusals(spec, facts):
         return None
+    # a box is a whole number of the 8 rows after which the layout of shared memory repeats, and a
+    # tile is a whole number of boxes or a part of a page
+    has_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
     if spec.head_dim == 256:
-        return HopperTiles(tile=64, num_stages=2)  # all that shared memory holds
+        # all that shared memory holds
+        return HopperTiles(tile=64, num_stages=2, has_boxes=has_boxes)
     if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
         # scores, weights and what masks them: too much for the registers beside a wide tile
-        return HopperTiles(tile=64, num_stages=4)
+        return HopperTiles(tile=64, num_stages=4, has_boxes=has_boxes)
     # of head_dim 128, three of each and the rows are all of shared memory but 3 KiB
-    return HopperTiles(tile=128, num_stages=3)
+    return HopperTiles(tile=128, num_stages=3, has_boxes=has_boxes)
