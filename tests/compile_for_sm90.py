@@ -78,6 +78,17 @@ def announcements(ptx: str) -> list[list[str]]:
     return found
 
 
+def pipelined_loop(ttgir: str) -> str:
+    """The body of the first loop that the compiler gave stages; empty where there is none."""
+    lines = ttgir.splitlines()
+    for end, line in enumerate(lines):
+        if "} {tt.num_stages" in line:
+            indent = line[: line.index("}")]
+            begins = [i for i in range(end) if re.match(rf"{indent}\S.*scf\.for ", lines[i])]
+            return "\n".join(lines[begins[-1] : end])
+    return ""
+
+
 def signature_of(
     kernel, dtype: torch.dtype, constants: dict, map_type: str
 ) -> tuple[dict, list[str]]:
@@ -135,6 +146,7 @@ def compile_sm90(
         ]
     usage = usage[usage.index("Function") :]
     return {
+        "ttgir": compiled.asm["ttgir"],
         "sass": sass,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
@@ -179,7 +191,10 @@ def compile_case(case: dict) -> dict:
     }
     if case["kernel"] == "short":
         constants["BATCH_INVARIANT"] = case.get("batch_invariant", False)
-    return compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)
+    answer = compile_sm90(kernel, spec.dtype, constants, num_warps=chosen.num_warps)
+    loop = pipelined_loop(answer["ttgir"])
+    answer["copies_in_flight"] = [int(n) for n in re.findall(r"async_wait .*num = (\d+)", loop)]
+    return answer | {"stores_in_loop": loop.count("tt.store")}
 
 
 def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
@@ -207,5 +222,5 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
 if __name__ == "__main__":
     for case in json.loads(sys.argv[1]):
         answer = compile_case(case)
-        del answer["sass"]
+        del answer["ttgir"], answer["sass"]
         print(json.dumps({"case": case, **answer}), flush=True)

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_steps import half, require_support
+from attention_steps import assert_same_bits, batch_of, half, require_support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedattn import AttentionSpec, Capacity, PagedAttention, PageTable, UnsupportedSpec, backends
 from pagedattn.attention import AttentionOutput
+from pagedattn.checking.compare import check_backend
+from pagedattn.checking.step import run_hostile
 
 PAGE_SIZE = 16
 NUM_PAGES = 70  # the pool that all requests share
@@ -82,6 +84,16 @@ CHOSEN = st.lists(st.integers(0, len(LENGTHS) - 1), min_size=1, max_size=5)
 @given(chosen=CHOSEN)
 def test_a_request_has_its_own_bits_in_any_batch_and_at_any_place(requests, chosen):
     requests.assert_same_as_alone(requests.attn, chosen)
+
+
+def test_the_answers_are_right_in_every_layer(requests):
+    attn = requests.attn
+    qo_lens, kv_lens = zip(*LENGTHS, strict=True)
+    step = batch_of(attn.spec, PAGE_SIZE, kv_lens, qo_lens).materialise(attn.device)
+    first = run_hostile(attn, step)
+    comparison = check_backend(attn.backend, step, attend=lambda _: first)
+    assert comparison.ok, comparison.worst
+    assert_same_bits(attn.run_return_lse(step.q, step.kv_cache), first)
 
 
 def test_a_capacity_does_not_change_them(requests):

@@ -142,3 +142,12 @@ def test_the_tensor_cores_are_told_of_copies_that_all_threads_made_visible(compi
 )
 def test_loads_are_pipelined_as_deep_as_meant(compiled, name, buffers):
     assert compiled[name]["buffers"] == buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "stores"),
+    [("short", 0), ("short batch-invariant", 3)],  # m, l and acc, where a piece ends
+)
+def test_a_piece_ends_in_the_loop_and_waits_for_no_later_tile(compiled, name, stores):
+    assert compiled[name]["stores_in_loop"] == stores
+    assert compiled[name]["copies_in_flight"] == [2]  # the next tile's keys and values

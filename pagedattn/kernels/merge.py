@@ -3,8 +3,8 @@
 A chunk of the line (see `plan.py`) can begin inside one row block and end inside another, so it
 leaves at most two pieces for each KV head: number `2 * chunk`, continued from the chunk before, and
 number `2 * chunk + 1`, which begins a block. Those of one block come from consecutive chunks.
-Batch-invariant, pieces are numbered in the order of the line. Either way, piece `n` of a KV head is
-in slot `n * num_kv_heads + kv_head`.
+Batch-invariant, pieces are numbered in the order of the line, and a chunk leaves as many as it has.
+Either way, piece `n` of a KV head is in slot `n * num_kv_heads + kv_head`.
 
 Nobody waits for anybody, so programs need not be resident together; and the order of merging is
 that of the keys, whoever merges, so bits do not depend on who arrives last.
@@ -14,6 +14,37 @@ import triton
 import triton.language as tl
 
 FEW = tl.constexpr(4)  # pieces that `load_merged` merges in a round or two
+
+
+@triton.jit
+def pieces_of_chunks(block_begin, num_tiles, chunk, index, num_kv_heads, kv_head):
+    """The pieces of the block that begins at a tile of the line, one for each chunk it is in.
+
+    Returns:
+        How many; the slots of the first and the second, and from there on the step to the next;
+        the slot of the piece in chunk `index`; and the counter of pieces that are there.
+    """
+    first_chunk = block_begin // chunk
+    num_pieces = (block_begin + num_tiles - 1) // chunk - first_chunk + 1
+    step = 2 * num_kv_heads
+    first = (2 * first_chunk + 1) * num_kv_heads + kv_head
+    slot = index * step + tl.where(index == first_chunk, num_kv_heads, 0) + kv_head
+    second = first + num_kv_heads
+    counter = first_chunk * num_kv_heads + kv_head
+    return num_pieces, first, second, step, slot, counter
+
+
+@triton.jit
+def pieces_of_request(begin, block, num_tiles, piece, tile, num_kv_heads, kv_head):
+    """As `pieces_of_chunks`, batch-invariant: of `piece` tiles, numbered from `begin` in a request.
+
+    The slot is that of the piece which begins at `tile` of the block.
+    """
+    num_pieces = (num_tiles + piece - 1) // piece
+    step = num_kv_heads
+    first = (begin + block * num_pieces) * step + kv_head
+    slot = first + tile // piece * step
+    return num_pieces, first, first + step, step, slot, first
 
 
 @triton.jit
@@ -33,11 +64,14 @@ def store_piece(
 
 
 @triton.jit
-def arrive(COUNTER, num_pieces):
-    """Count this program in; true for the last one, which resets the counter for the next layer."""
+def arrive(COUNTER, num_left, num_pieces):
+    """Count the pieces that this program left in; true where they complete the block's.
+
+    The last program resets the counter for the next layer.
+    """
     tl.debug_barrier()  # all threads' stores come before the one thread's release
-    before = tl.atomic_add(COUNTER, 1, sem="acq_rel", scope="gpu")
-    is_last = before == num_pieces - 1
+    before = tl.atomic_add(COUNTER, num_left, sem="acq_rel", scope="gpu")
+    is_last = before == num_pieces - num_left
     tl.store(COUNTER, 0, mask=is_last)
     return is_last
 

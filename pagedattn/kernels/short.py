@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from pagedattn.kernels.masks import end_key, first_key
-from pagedattn.kernels.merge import FEW, arrive, load_many_merged, load_merged, store_piece
+from pagedattn.kernels.merge import (
+    FEW,
+    arrive,
+    load_many_merged,
+    load_merged,
+    pieces_of_chunks,
+    pieces_of_request,
+    store_piece,
+)
 from pagedattn.kernels.pages import places_in_page, tile_page_ids
 from pagedattn.kernels.plan import piece_tiles, short_tiles
 from pagedattn.kernels.softmax import dot, dot_add, finish, narrow, scale_scores, weigh
@@ -58,6 +66,40 @@ def _write_many(
         )  # fmt: skip
 
 
+@triton.jit
+def _write_merged(
+    OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces, token, qo_head, live,
+    block, qo_len, qo_begin, kv_head, out_stride, num_kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Merge and store a block that is in pieces."""
+    if num_pieces <= FEW:
+        m, l, acc = load_merged(
+            PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
+        )
+        _write(
+            OUT, LSE, m, l, acc, token, qo_head, live, out_stride, num_kv_heads * GROUP,
+            HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 0,
+        )  # fmt: skip
+    else:
+        _write_many(
+            OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces,
+            block, qo_len * GROUP, qo_begin, kv_head, out_stride, num_kv_heads,
+            GROUP, HEAD_DIM, D_PAD, ROWS, WITH_LSE, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _empty(TILE: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr):
+    """The running state before any key: m, l of each lane, acc."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    # summed over keys at the end: a sum in every tile would make the warps wait once more
+    l_of_lanes = tl.zeros([TILE, ROWS], tl.float32)
+    acc = tl.zeros([D_PAD, ROWS], tl.float32)
+    return m, l_of_lanes, acc
+
+
 @triton.jit(do_not_specialize=["num_kv_heads", "window_left", "min_piece"])
 def short_attention(
     Q, K, V, OUT, LSE,  # as in the backend's run
@@ -104,7 +146,11 @@ def short_attention(
                 num_blocks = (request_end - request_begin) // num_tiles
                 num_chunks = tl.num_programs(0) // num_kv_heads
                 piece = piece_tiles(num_tiles, num_blocks, num_chunks, min_piece)
-                tile_end = tl.minimum(tile_begin + piece, num_tiles)
+                pieces_begin = tl.load(PIECE_ENDS + request)
+                num_pieces, first, second, step, slot, counter = pieces_of_request(
+                    pieces_begin, block, num_tiles, piece, tile_begin, num_kv_heads, kv_head
+                )
+                num_left = (tile_end - tile_begin + piece - 1) // piece
 
             row = block * ROWS + tl.arange(0, ROWS)
             live = row < qo_len * GROUP
@@ -124,10 +170,9 @@ def short_attention(
             first_seen = first_key(position, window_left, HAS_WINDOW)
             end_seen = end_key(position, kv_len, CAUSAL)
 
-            m = tl.full([ROWS], float("-inf"), tl.float32)
-            # summed over keys at the end: a sum in every tile would make the warps wait once more
-            l_of_lanes = tl.zeros([TILE, ROWS], tl.float32)
-            acc = tl.zeros([D_PAD, ROWS], tl.float32)
+            m, l_of_lanes, acc = _empty(TILE, ROWS, D_PAD)
+            if BATCH_INVARIANT:
+                piece_end = low + piece * TILE
             page = tile_page_ids(KV_INDICES, first_page, low, low_key, high, TILE, PAGE_SIZE)
             for begin in tl.range(low, high, TILE, num_stages=STAGES):
                 key = begin + tl.arange(0, TILE)
@@ -156,23 +201,20 @@ def short_attention(
                 v = tl.load(v_pointers, mask=owned, other=0.0)
                 p = narrow(p, v.dtype, UPCAST)
                 acc = dot_add(tl.trans(v), p, acc * rescale[None, :], UPCAST)
+                if BATCH_INVARIANT:  # in the loop: one for each piece would empty the pipeline
+                    if (begin + TILE >= tl.minimum(piece_end, high)) & (num_pieces > 1):
+                        l = tl.sum(l_of_lanes, 0)
+                        store_piece(PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS, D_PAD)
+                        m, l_of_lanes, acc = _empty(TILE, ROWS, D_PAD)
+                        piece_end += piece * TILE
+                        slot += step
 
             l = tl.sum(l_of_lanes, 0)
-            if BATCH_INVARIANT:
-                num_pieces = (num_tiles + piece - 1) // piece
-                step = num_kv_heads
-                first = (tl.load(PIECE_ENDS + request) + block * num_pieces) * step + kv_head
-                slot = first + tile_begin // piece * step
-                second = first + step
-                counter = first
-            else:
-                first_chunk = block_begin // chunk  # with a piece of this block
-                num_pieces = (block_begin + num_tiles - 1) // chunk - first_chunk + 1
-                step = 2 * num_kv_heads
-                first = (2 * first_chunk + 1) * num_kv_heads + kv_head
-                slot = index * step + tl.where(index == first_chunk, num_kv_heads, 0) + kv_head
-                second = first + num_kv_heads
-                counter = first_chunk * num_kv_heads + kv_head
+            if not BATCH_INVARIANT:
+                num_pieces, first, second, step, slot, counter = pieces_of_chunks(
+                    block_begin, num_tiles, chunk, index, num_kv_heads, kv_head
+                )
+                num_left = 1
             # two calls, not one behind a merged condition: that crashes Triton 3.9's layout pass
             if num_pieces == 1:
                 _write(
@@ -180,21 +222,13 @@ def short_attention(
                     HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 0,
                 )  # fmt: skip
             else:
-                store_piece(PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS, D_PAD)
-                if arrive(ARRIVED + counter, num_pieces):
-                    if num_pieces <= FEW:
-                        m, l, acc = load_merged(
-                            PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
-                        )
-                        _write(
-                            OUT, LSE, m, l, acc, token, qo_head, live, out_stride,
-                            num_kv_heads * GROUP, HEAD_DIM, D_PAD, WITH_LSE, UPCAST, 0,
-                        )  # fmt: skip
-                    else:
-                        _write_many(
-                            OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces,
-                            block, qo_len * GROUP, qo_begin, kv_head, out_stride, num_kv_heads,
-                            GROUP, HEAD_DIM, D_PAD, ROWS, WITH_LSE, UPCAST,
-                        )  # fmt: skip
+                if not BATCH_INVARIANT:
+                    store_piece(PIECE_ACC, PIECE_ML, slot, live, m, l, acc, ROWS, D_PAD)
+                if arrive(ARRIVED + counter, num_left, num_pieces):
+                    _write_merged(
+                        OUT, LSE, PIECE_ACC, PIECE_ML, first, second, step, num_pieces, token,
+                        qo_head, live, block, qo_len, qo_begin, kv_head, out_stride,
+                        num_kv_heads, GROUP, HEAD_DIM, D_PAD, ROWS, WITH_LSE, UPCAST,
+                    )  # fmt: skip
             at = block_begin + tile_end
             request += tl.where(at == request_end, 1, 0)

@@ -78,7 +78,7 @@ class ScheduleBuffers:
     long_units: Tensor  # i32[long blocks, 2]
     long_ends: Tensor  # i32[batch + 1]  long blocks before each request: scratch of the plan
     long_turns: Tensor  # i32[2]  long units taken, programs done; 0 between launches
-    arrived: Tensor  # i32[short chunks * heads, or pieces]  programs that left a piece of a block
+    arrived: Tensor  # i32[short chunks * heads, or pieces]  pieces that are there of a block
     slots: Tensor  # i64[rows]  of the new tokens
     piece_acc: Tensor  # f32[pieces, rows of a block, padded head_dim]
     piece_ml: Tensor  # f32[pieces, 2, rows of a block]
