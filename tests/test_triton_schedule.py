@@ -218,6 +218,14 @@ def test_a_capacity_without_room_for_a_prompt_has_no_long_queries(batch_size, ma
     assert (int(backend._buffers.header[2]) == 0) == (is_for_decoding or 8 * max_tokens <= 64)
 
 
+@pytest.mark.parametrize(("max_tokens", "num_long"), [(8, 0), (9, 1)])
+def test_batch_invariant_every_capacity_leaves_a_long_request_its_kernel(max_tokens, num_long):
+    spec, capacity = AttentionSpec(8, 1, head_dim=64), Capacity(8, max_tokens, 8)
+    backend = planned(spec, [max_tokens], [9], capacity, batch_invariant=True)
+    assert int(backend._buffers.header[2]) == num_long
+    assert backend._may_have_long == bool(num_long)
+
+
 @pytest.mark.parametrize("batch_size", [255, 256, 257, 600])
 def test_a_batch_beyond_one_block_of_the_plan_is_scheduled_whole(batch_size):
     spec = AttentionSpec(1, 1, head_dim=64)

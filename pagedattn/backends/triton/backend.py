@@ -80,9 +80,11 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
         self.tiles = choose_tiles(spec, facts)
-        # batch-invariant, no request's way may depend on a capacity
-        if capacity is not None and not batch_invariant and _is_for_decoding(capacity):
-            self.tiles = replace(self.tiles, max_short_rows=UNBOUNDED_ROWS)
+        if capacity is not None:
+            all_short = capacity.max_tokens * spec.group_size <= self.tiles.max_short_rows
+            # batch-invariant, no capacity may decide which kernel computes a request
+            if all_short or (not batch_invariant and _is_for_decoding(capacity)):
+                self.tiles = replace(self.tiles, max_short_rows=UNBOUNDED_ROWS)
         self._may_have_long = self.tiles.max_short_rows < UNBOUNDED_ROWS
         self._long_hopper = None
         hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
