@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.results_file import Result
 
 TRITON = "pagedattn-triton"
-NO_MEASURE = (TRITON, "pagedattn-reference", "torch-sdpa", "torch-flex")
+NO_MEASURE = (TRITON, f"{TRITON}-invariant", "pagedattn-reference", "torch-sdpa", "torch-flex")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from benchmarks.peers.flash_attention import FA3_MODULE, FA4_MODULE
 from benchmarks.session import Session
 from benchmarks.standing import standings
 from benchmarks.work import H200, Work
+from pagedattn import PagedAttention
 from pagedattn.backends.reference import visible_range
 from pagedattn.checking.bound import FLASHINFER, FLOAT32_SUMS, allowed_error
 from pagedattn.checking.step import Step, oracle
@@ -200,6 +201,23 @@ def test_a_run_is_checked_timed_written_and_drawn(device, backend, tmp_path):
     assert row.tflops == pytest.approx(row.flops / row.median_time / 1e9, rel=1e-4)
 
 
+def test_batch_invariance_is_timed_where_it_is_asked_for(device, monkeypatch):
+    attentions = []
+
+    def record(*args, **options):
+        attentions.append(PagedAttention(*args, **options))
+        return attentions[-1]
+
+    monkeypatch.setattr("benchmarks.peers.ours.PagedAttention", record)
+    for name in ("pagedattn-triton", "pagedattn-triton-invariant"):
+        (peer,) = select((name,))
+        if missing := peer.missing(device):
+            pytest.skip(missing)
+        peer.build(Memory(SMALL[:1], device).inputs(SMALL[0]))
+    assert [attn.batch_invariant for attn in attentions] == [False, True]
+    assert peer not in select(())
+
+
 def test_a_backend_that_raises_becomes_a_row_and_the_rest_go_on(device, monkeypatch, tmp_path):
     def build(inputs):
         raise RuntimeError("no\nsuch kernel")
@@ -267,11 +285,12 @@ def test_a_case_is_measured_by_the_fastest_right_answer_that_reads_pages():
     wrong = replace(result("flashinfer-fa3", 0.01), verdict="wrong")
     slow, fast = result("flashinfer-decode", 0.3), result("pagedattn-flashinfer", 0.2)
     ours, dense = result("pagedattn-triton", 0.1), result("torch-sdpa", 0.05)
+    invariant = result("pagedattn-triton-invariant", 0.11)
     alone = result("pagedattn-triton", 0.1, "decode 8x512")
     outdated = result("pagedattn-triton", 9)
-    (standing,) = standings([outdated, wrong, slow, fast, ours, dense, alone])
+    (standing,) = standings([outdated, wrong, slow, fast, ours, invariant, dense, alone])
     assert standing.best_peer is fast
-    assert set(standing.results) == {slow, fast, ours, dense}
+    assert set(standing.results) == {slow, fast, ours, invariant, dense}
     assert standing.speed(ours) == pytest.approx(2)
     assert standing.time_of("flashinfer-fa3") is None
 

@@ -21,13 +21,14 @@ def growing_workspace(device: torch.device) -> Workspace:
     return Workspace(torch.zeros(FIRST_BYTES, dtype=torch.uint8, device=device), "benchmark")
 
 
-def _paged_attention(backend: str) -> Peer:
+def _paged_attention(backend: str, *, batch_invariant: bool = False) -> Peer:
     def build(inputs: Inputs) -> Call:
         case = inputs.case
         capacity = Capacity(len(case.qo_lens), case.num_tokens, case.num_pages)
         attn = PagedAttention(
-            case.spec, case.page_size, backend=backend, device=inputs.device, capacity=capacity
-        )
+            case.spec, case.page_size, backend=backend, device=inputs.device, capacity=capacity,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         return Call(
             plan=lambda: attn.plan(inputs.table, inputs.qo_indptr),
             run=lambda: attn.run(inputs.q, inputs.kv_cache, out=inputs.out),
@@ -39,14 +40,14 @@ def _paged_attention(backend: str) -> Peer:
         return "; ".join(unsupported_reasons(backend, small, 16, device)) or None
 
     return Peer(
-        name=f"pagedattn-{backend}",
+        name=f"pagedattn-{backend}" + ("-invariant" if batch_invariant else ""),
         routine="PagedAttention",
         build=build,
         missing=missing,
         kernel=backend,
         arithmetic=arithmetic_of(backend),
         ours=True,
-        by_default=backend != "reference",
+        by_default=backend != "reference" and not batch_invariant,
     )
 
 
@@ -91,5 +92,6 @@ OURS = (
         arithmetic=arithmetic_of("flashinfer"),
         ours=True,
     ),
+    _paged_attention("triton", batch_invariant=True),
     _paged_attention("reference"),
 )
