@@ -172,7 +172,7 @@ def compile_case(case: dict) -> dict:
     facts = DeviceFacts(132, compute_capability=(9, 0), missing_gluon=gluon_names.MISSING)
     if case["kernel"] == "long hopper":
         return compile_hopper(spec, case, facts)
-    tiles = choose_tiles(spec, facts)
+    tiles = choose_tiles(spec, facts, case.get("block_rows", 16))
     if case["kernel"] == "plan":
         invariant = case.get("batch_invariant", False)
         constants = {"BLOCK": PLAN_BLOCK, "BATCH_INVARIANT": invariant}

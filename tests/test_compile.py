@@ -31,6 +31,20 @@ CASES = {
     },
     "short window cap": {"kernel": "short", "page_size": 1, "spec": LLAMA | WINDOW_AND_CAP},
     "short 256": {"kernel": "short", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
+    "short 32 rows": {"kernel": "short", "page_size": 16, "spec": LLAMA, "block_rows": 32},
+    "short 64 rows window cap": {
+        "kernel": "short",
+        "page_size": 16,
+        "spec": LLAMA | WINDOW_AND_CAP,
+        "block_rows": 64,
+        "with_lse": True,
+    },
+    "short 256 32 rows": {
+        "kernel": "short",
+        "page_size": 16,
+        "spec": LLAMA | {"head_dim": 256},
+        "block_rows": 32,
+    },
     "short fp32": {
         "kernel": "short",
         "page_size": 16,

@@ -15,8 +15,9 @@ NUM_CHUNKS = 40
 
 @pytest.fixture(autouse=True)
 def many_chunks(device, monkeypatch):
-    def choose(spec, facts):
-        return replace(choose_tiles(spec, facts), short_chunks=NUM_CHUNKS, min_chunk=1, min_piece=1)
+    def choose(spec, facts, block_rows):
+        tiles = choose_tiles(spec, facts, block_rows)
+        return replace(tiles, short_chunks=NUM_CHUNKS, min_chunk=1, min_piece=1)
 
     require_support("triton", AttentionSpec(4, 1, 32), 16, device)
     monkeypatch.setattr("pagedattn.backends.triton.backend.choose_tiles", choose)

@@ -113,7 +113,10 @@ def test_an_even_chunk_is_the_least_that_divides_or_is_divided(tiles):
     assert out.tolist() == [even_chunk(chunk, tiles) for chunk in range(1, 1025)]
 
 
-@pytest.mark.parametrize("capacity", [None, Capacity(64, 64, 5000)])
+FOR_64 = Capacity(64, 64, 5000)
+
+
+@pytest.mark.parametrize("capacity", [None, FOR_64])
 @pytest.mark.parametrize(
     ("heads", "qo_lens", "kv_lens", "cut"),
     [
@@ -121,7 +124,8 @@ def test_an_even_chunk_is_the_least_that_divides_or_is_divided(tiles):
         ((4, 2), [1] * 30 + [0] + [1] * 33, [1024] * 30 + [500] + [1024] * 33, False),
         ((4, 2), [1] * 26, [1024] * 25 + [800], True),
         ((4, 2), [1] * 25, [1024] * 25, True),  # 50 tiles a chunk: 56 would be too many
-        ((16, 1), [3] * 21, [1024] * 21, False),  # three blocks a request, 126 tiles a chunk: 128
+        # 48 rows: with the capacity three blocks a request, 126 tiles a chunk: 128; else one, 42
+        ((16, 1), [3] * 21, [1024] * 21, None),
     ],
 )
 def test_blocks_of_equal_length_are_cut_only_where_whole_ones_would_be_unequal_work(
@@ -133,6 +137,7 @@ def test_blocks_of_equal_length_are_cut_only_where_whole_ones_would_be_unequal_w
         pytest.skip("the numbers are those of the interpreter's tiles")
     work, _ = by_hand(backend, qo_lens, kv_lens)
     begins = backend._buffers.short_begin.tolist()
+    cut = capacity is None if cut is None else cut
     assert any(begin % 8 for begin in begins if begin < sum(work)) == cut
 
 

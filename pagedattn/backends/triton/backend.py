@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,12 @@ from pagedattn.backends.triton.launch import MAX_REMEMBERED, Launch, LayerPointe
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.side_by_side import SideBySide
 from pagedattn.backends.triton.tiles import (
+    BLOCK_ROWS,
     UNBOUNDED_ROWS,
     DeviceFacts,
+    KernelTiles,
+    Tiles,
+    block_rows_of,
     choose_hopper_tiles,
     choose_tiles,
 )
@@ -58,6 +63,14 @@ class _Arguments(NamedTuple):
     long_hopper: Pointers
 
 
+class _ShortKernel(NamedTuple):
+    """The kernel for short queries, with blocks of one height."""
+
+    tiles: Tiles
+    launches: tuple[Launch, ...]  # without and with LSE
+    plan_numbers: tuple[int, ...]
+
+
 class TritonBackend:
     """Paged attention in Triton, on NVIDIA GPUs and in Triton's interpreter on a CPU."""
 
@@ -79,13 +92,11 @@ class TritonBackend:
         self.capacity = capacity
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
-        self.tiles = choose_tiles(spec, facts)
-        if capacity is not None:
-            all_short = capacity.max_tokens * spec.group_size <= self.tiles.max_short_rows
-            # batch-invariant, no capacity may decide which kernel computes a request
-            if all_short or (not batch_invariant and _is_for_decoding(capacity)):
-                self.tiles = replace(self.tiles, max_short_rows=UNBOUNDED_ROWS)
-        self._may_have_long = self.tiles.max_short_rows < UNBOUNDED_ROWS
+        kinds = self._kinds_of_blocks(facts)
+        self.tiles = kinds[0]
+        self._may_have_long = capacity is None or (
+            capacity.max_tokens * spec.group_size > self.tiles.max_short_rows
+        )
         self._long_hopper = None
         hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
         if hopper_tiles is not None:
@@ -96,7 +107,7 @@ class TritonBackend:
                 spec, page_size, hopper_tiles, self.tiles.programs, device
             )
             self._side_by_side = SideBySide(device, self.tiles.programs)
-        self._make_launches()
+        self._make_launches(kinds)
         self._num_rows = 0
         self._size = StepSize(1, 0, 0) if capacity is None else StepSize.of_capacity(capacity)
         self._staging = Staging(device, [])
@@ -129,7 +140,8 @@ class TritonBackend:
         batch_size, num_pages = len(qo_indptr), len(kv_indices)
         if self.capacity is None:
             self._num_rows = int(qo_indptr[-1])
-            self._has_short, self._has_long = self._lists_of(qo_indptr[1:] - qo_indptr[:-1])
+            longest = self._make_lists(qo_indptr[1:] - qo_indptr[:-1])
+            self._choose_blocks(longest * self.spec.group_size)
             size = StepSize(batch_size, self._num_rows, num_pages)
             if not self._size.covers(size):
                 self._make_room(self._size.grown_to(size))
@@ -168,8 +180,8 @@ class TritonBackend:
         arguments = self._arguments.get(strides) or self._make_arguments(strides)
         with_lse, hopper = lse is not None, self._long_hopper
         launch_short = partial(
-            self._short[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads, layer,
-            arguments.short,
+            self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
+            layer, arguments.short,
         )  # fmt: skip
         if self._has_long and hopper and (maps := hopper.maps_of(layer)):
             launch_long = hopper.prepare(maps, with_lse, layer, arguments.long_hopper)
@@ -183,12 +195,37 @@ class TritonBackend:
         if self._has_long:
             self._long[with_lse](self.tiles.long_programs, layer, arguments.long)
 
-    def _lists_of(self, qo_lens: np.ndarray) -> tuple[bool, bool]:
-        """Whether the short and the long list will have entries."""
+    def _kinds_of_blocks(self, facts: DeviceFacts) -> list[Tiles]:
+        """Tiles for each height that the short kernel's blocks may have, the least first."""
+        spec, capacity = self.spec, self.capacity
+        if self.batch_invariant:  # no request's way may depend on the others, or on a capacity
+            return [choose_tiles(spec, facts, BLOCK_ROWS[0])]
+        if capacity is None:
+            highest = block_rows_of(spec, UNBOUNDED_ROWS)
+            return [choose_tiles(spec, facts, rows) for rows in BLOCK_ROWS if rows <= highest]
+        if not _is_for_decoding(capacity):  # captured launches have blocks of one height
+            return [choose_tiles(spec, facts, BLOCK_ROWS[0])]
+        longest = -(-capacity.max_tokens // capacity.max_batch_size)
+        tiles = choose_tiles(spec, facts, block_rows_of(spec, longest * spec.group_size))
+        return [replace(tiles, max_short_rows=UNBOUNDED_ROWS)]
+
+    def _make_lists(self, qo_lens: np.ndarray) -> int:
+        """Say whether the short and the long list will have entries; return the longest short."""
         max_len = self.tiles.max_short_rows // self.spec.group_size  # of a short request
-        if self._num_rows == 0 or qo_lens[qo_lens.argmax()] <= max_len:
-            return self._num_rows > 0, False
-        return bool(((qo_lens > 0) & (qo_lens <= max_len)).any()), True
+        longest = int(qo_lens[qo_lens.argmax()]) if self._num_rows else 0
+        self._has_long = longest > max_len
+        if self._has_long:
+            longest = int(np.where(qo_lens <= max_len, qo_lens, 0).max())
+        self._has_short = longest > 0
+        return longest
+
+    def _choose_blocks(self, num_rows: int) -> None:
+        """Take the short kernel for requests of up to so many rows."""
+        self._short = next(
+            (kernel for kernel in self._short_kernels if kernel.tiles.short.rows >= num_rows),
+            self._short_kernels[-1],
+        )
+        self.tiles = self._short.tiles
 
     def _make_arguments(self, strides: tuple[int, ...]) -> _Arguments:
         """Describe what launches of layers with these strides have in common, and keep it."""
@@ -209,37 +246,45 @@ class TritonBackend:
     def _build_schedule(self, batch_size: int) -> None:
         self._plan(
             1 + blocks_of(self._num_rows), self._table, self._schedule,
-            batch_size, self._num_rows, batch_size.bit_length(), *self._plan_numbers,
+            batch_size, self._num_rows, batch_size.bit_length(), *self._short.plan_numbers,
         )  # fmt: skip
 
-    def _make_launches(self) -> None:
+    def _make_launches(self, kinds: Sequence[Tiles]) -> None:
         """Say once how each kernel is launched."""
-        spec, tiles = self.spec, self.tiles
-        invariant = {"BATCH_INVARIANT": self.batch_invariant}
+        spec = self.spec
+        invariant: dict[str, int | bool] = {"BATCH_INVARIANT": self.batch_invariant}
         block = {"BLOCK": PLAN_BLOCK}
         warps = {"num_warps": PLAN_WARPS[self.batch_invariant]}
         self._ingest = Launch(ingest_table, self.device, block, warps)
         self._plan = Launch(build_schedule, self.device, invariant | block, warps)
-        common = kernel_constants(spec, self.page_size)
-        self._short, self._long = [
-            tuple(
-                Launch(
-                    kernel,
-                    self.device,
-                    common | more | tile_constants(chosen) | {"WITH_LSE": with_lse},
-                    {"num_warps": chosen.num_warps},
-                )
-                for with_lse in (False, True)
+        self._long = self._launches_of(long_attention, self.tiles.long, {})
+        self._short_kernels = [
+            _ShortKernel(
+                tiles,
+                self._launches_of(short_attention, tiles.short, invariant),
+                plan_numbers(spec, self.page_size, tiles),
             )
-            for kernel, chosen, more in (
-                (short_attention, tiles.short, invariant),
-                (long_attention, tiles.long, {}),
-            )
+            for tiles in kinds
         ]
-        self._plan_numbers = plan_numbers(spec, self.page_size, tiles)
+        self._short = self._short_kernels[0]
         numbers = (spec.num_kv_heads, window_of(spec))
-        self._short_numbers = (*numbers, tiles.min_piece, *score_factors(spec))
+        self._short_numbers = (*numbers, self.tiles.min_piece, *score_factors(spec))
         self._long_numbers = (*numbers, *score_factors(spec))
+
+    def _launches_of(
+        self, kernel: Any, tiles: KernelTiles, more: dict[str, int | bool]
+    ) -> tuple[Launch, ...]:
+        """Of one attention kernel, without and with LSE."""
+        constants = kernel_constants(self.spec, self.page_size) | tile_constants(tiles) | more
+        return tuple(
+            Launch(
+                kernel,
+                self.device,
+                constants | {"WITH_LSE": with_lse},
+                {"num_warps": tiles.num_warps},
+            )
+            for with_lse in (False, True)
+        )
 
     def _make_room(self, size: StepSize) -> None:
         """New buffers; torch frees the old in stream order."""
@@ -248,9 +293,8 @@ class TritonBackend:
         num_pieces = None
         if self.batch_invariant:
             num_pieces = max_pieces(size, self.spec, self.page_size, self.tiles)
-        self._buffers = ScheduleBuffers.allocate(
-            size, num_pieces, self.spec, self.tiles, self.device
-        )
+        kinds = [kernel.tiles for kernel in self._short_kernels]
+        self._buffers = ScheduleBuffers.allocate(size, num_pieces, self.spec, kinds, self.device)
         self._bind()
 
     def _bind(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,8 +81,8 @@ class ScheduleBuffers:
     long_turns: Tensor  # i32[2]  long units taken, programs done; 0 between launches
     arrived: Tensor  # i32[short chunks * heads, or pieces]  pieces that are there of a block
     slots: Tensor  # i64[rows]  of the new tokens
-    piece_acc: Tensor  # f32[pieces, rows of a block, padded head_dim]
-    piece_ml: Tensor  # f32[pieces, 2, rows of a block]
+    piece_acc: Tensor  # f32[rows of all pieces, padded head_dim]
+    piece_ml: Tensor  # f32[twice the rows of all pieces]
 
     @classmethod
     def allocate(
@@ -89,7 +90,7 @@ class ScheduleBuffers:
         size: StepSize,
         num_pieces: int | None,
         spec: AttentionSpec,
-        tiles: Tiles,
+        kinds: Sequence[Tiles],
         device: torch.device,
     ) -> ScheduleBuffers:
         """Make buffers: the plan kernel writes all that the others read, but for long_turns.
@@ -98,7 +99,7 @@ class ScheduleBuffers:
             size: The largest step.
             num_pieces: As `max_pieces`, where batch-invariant; `None`: two for a chunk and head.
             spec: The layer kind.
-            tiles: Its tiles.
+            kinds: Its tiles, for each height of short blocks that steps may have.
             device: Where the buffers are.
         """
 
@@ -108,20 +109,23 @@ class ScheduleBuffers:
         def float32(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        chunks, rows = tiles.short_chunks, tiles.short.rows
+        chunks = max(tiles.short_chunks for tiles in kinds)
         programs = chunks * spec.num_kv_heads
-        pieces = 2 * programs if num_pieces is None else num_pieces
+        piece_rows = max(
+            (num_pieces or 2 * tiles.short_chunks * spec.num_kv_heads) * tiles.short.rows
+            for tiles in kinds
+        )
         return cls(
             header=int32(3),
             short_ends=int32(size.batch_size + 1),
             short_begin=int32(chunks + 1),
             short_first=int32(chunks),
             piece_ends=int32(size.batch_size + 1),
-            long_units=int32(max_long_blocks(size, spec.group_size, tiles), 2),
+            long_units=int32(max_long_blocks(size, spec.group_size, kinds[0]), 2),
             long_ends=int32(size.batch_size + 1),
             long_turns=int32(2).zero_(),
             arrived=int32(programs if num_pieces is None else num_pieces),
             slots=torch.empty(size.num_rows, dtype=torch.int64, device=device),
-            piece_acc=float32(pieces, rows, padded_head_dim(spec.head_dim)),
-            piece_ml=float32(pieces, 2, rows),
+            piece_acc=float32(piece_rows, padded_head_dim(spec.head_dim)),
+            piece_ml=float32(2 * piece_rows),
         )

@@ -10,6 +10,13 @@ from pagedattn.spec import AttentionSpec
 
 UNBOUNDED_ROWS = 1 << 30
 
+BLOCK_ROWS = (16, 32, 64)
+"""Heights of the short kernel's blocks.
+
+Each block of a request reads all of its keys, and rows that are not there are multiplied too: so a
+block is as high as the requests of a step need, and no higher.
+"""
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -64,11 +71,41 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
-    """Pick tiles so that the K and V buffers fit shared memory and the sums fit the registers."""
+def highest_block(spec: AttentionSpec) -> int:
+    """The highest block of the short kernel whose sums fit the registers."""
+    if spec.dtype == torch.float32:
+        return BLOCK_ROWS[0]
+    return BLOCK_ROWS[1] if padded_head_dim(spec.head_dim) > 128 else BLOCK_ROWS[2]
+
+
+def block_rows_of(spec: AttentionSpec, num_rows: int) -> int:
+    """The height of blocks for requests of up to so many rows: the least that holds them.
+
+    Example:
+        >>> spec = AttentionSpec(32, 8, 128)
+        >>> [block_rows_of(spec, rows) for rows in (4, 16, 17, 32, 64, 1000)]
+        [16, 16, 32, 32, 64, 64]
+    """
+    highest = highest_block(spec)
+    return next(rows for rows in BLOCK_ROWS if rows >= num_rows or rows == highest)
+
+
+def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = 16) -> Tiles:
+    """Pick tiles so that the K and V buffers fit shared memory and the sums fit the registers.
+
+    Args:
+        spec: The kind of layer.
+        facts: Of the device.
+        block_rows: Of the short kernel's blocks, one of `BLOCK_ROWS`.
+    """
     row_bytes = padded_head_dim(spec.head_dim) * spec.dtype.itemsize
     tile = max(16, min(128, 16384 // row_bytes))
-    short = KernelTiles(rows=16, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
+    short = KernelTiles(rows=block_rows, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
+    if block_rows * max(padded_head_dim(spec.head_dim), tile) > 4096:
+        # the sums, or the weights of a tile, of twice as many warps
+        short = KernelTiles(
+            rows=block_rows, tile=tile // 2, num_warps=8, num_stages=6, programs_per_sm=1
+        )
     max_short_rows = 64
     if row_bytes <= 256:
         long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
@@ -87,8 +124,9 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts) -> Tiles:
             short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4
         )
     chunks = max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads)
+    least = 4 * tile // short.tile
     return Tiles(
-        short, long, max_short_rows, min_chunk=4, min_piece=4, programs=facts.num_sms,
+        short, long, max_short_rows, min_chunk=least, min_piece=least, programs=facts.num_sms,
         short_chunks=chunks,
     )  # fmt: skip
 
