@@ -74,7 +74,8 @@ def _write_merged(
     WITH_LSE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Merge and store a block that is in pieces."""
-    if num_pieces <= FEW:
+    FITS: tl.constexpr = ROWS * D_PAD <= 4096
+    if FITS and num_pieces <= FEW:
         m, l, acc = load_merged(
             PIECE_ACC, PIECE_ML, first, second, step, num_pieces, live, ROWS, D_PAD
         )

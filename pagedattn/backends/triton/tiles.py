@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,9 @@ BLOCK_ROWS = (16, 32, 64)
 """Heights of the short kernel's blocks.
 
 Each block of a request reads all of its keys, and rows that are not there are multiplied too: so a
-block is as high as the requests of a step need, and no higher.
+block is as high as the requests of a step need, and no higher. Raced on an NVIDIA H200, bf16, heads
+of 128, 64 requests of 4k (µs, blocks of 16, 32, 64 rows, FlashInfer's fa2): 4 rows a request 261,
+264, 351, 262; 32 rows 512, 273, 364, 282; 64 rows 997, 523, 362, 284.
 """
 
 
@@ -101,11 +103,8 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = 16) 
     row_bytes = padded_head_dim(spec.head_dim) * spec.dtype.itemsize
     tile = max(16, min(128, 16384 // row_bytes))
     short = KernelTiles(rows=block_rows, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
-    if block_rows * max(padded_head_dim(spec.head_dim), tile) > 4096:
-        # the sums, or the weights of a tile, of twice as many warps
-        short = KernelTiles(
-            rows=block_rows, tile=tile // 2, num_warps=8, num_stages=6, programs_per_sm=1
-        )
+    if block_rows > BLOCK_ROWS[1]:  # what more than 32 keys weigh would not fit beside the sums
+        short = replace(short, tile=32, num_stages=4)
     max_short_rows = 64
     if row_bytes <= 256:
         long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
