@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from pagedattn.backends.triton import backend
-from pagedattn.backends.triton.tiles import DeviceFacts
+from pagedattn.backends.triton.tiles import BLOCK_ROWS, DeviceFacts
 from pagedattn.kernels.append import launch_append
 from pagedattn.kernels.gluon_names import MISSING
 from pagedattn.page_table import PageTable
@@ -110,7 +110,10 @@ def _facts_of_absent_gpu(device: torch.device) -> DeviceFacts:
 
 
 def warm(layer: Layer) -> None:
-    """Plan and run a step with a one-token request and a prompt, with and without LSE."""
+    """Plan and run a step with a one-token request and a prompt, and one of each height of blocks.
+
+    All with and without LSE.
+    """
     cpu = torch.device("cpu")
     spec = AttentionSpec(
         layer.num_qo_heads,
@@ -125,13 +128,15 @@ def warm(layer: Layer) -> None:
     num_pages = -(-_KV_LEN // layer.page_size)
     page_ids = torch.arange(2 * num_pages, dtype=torch.int32)
     table = PageTable.from_lengths([_KV_LEN, _KV_LEN], layer.page_size, page_ids)
-    attention.plan(table, np.array([0, 1, 1 + _KV_LEN], dtype=np.int32))
-    q = torch.empty(1 + _KV_LEN, spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
     shape = (2 * num_pages, 2, layer.page_size, spec.num_kv_heads, spec.head_dim)
     pages = torch.empty(shape, dtype=spec.dtype)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
-    for wanted in (None, lse):
-        attention.run(q, pages, torch.empty_like(q), wanted)
+    drafts = [rows // spec.group_size for rows in BLOCK_ROWS]
+    for bounds in ([0, 1, 1 + _KV_LEN], *([0, n, 2 * n] for n in drafts if n > 1)):
+        attention.plan(table, np.array(bounds, dtype=np.int32))
+        q = torch.empty(bounds[-1], spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        for wanted in (None, lse):
+            attention.run(q, pages, torch.empty_like(q), wanted)
     new = torch.empty(len(q), spec.num_kv_heads, spec.head_dim, dtype=spec.dtype)
     launch_append(new, new, attention.write_slots, pages, torch.zeros(1, dtype=torch.int32))
 
