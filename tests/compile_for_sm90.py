@@ -205,7 +205,7 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
     from pagedattn.kernels.long_hopper import long_attention_hopper
 
     tiles = choose_hopper_tiles(spec, case["page_size"], facts)
-    launcher = LongHopper(spec, case["page_size"], tiles, 132, torch.device("cpu"))
+    launcher = LongHopper(spec, case["page_size"], tiles, torch.device("cpu"))
     map_type, gather = "", case.get("gather", not tiles.has_boxes)
     if not gather:
         rows, columns = launcher.box

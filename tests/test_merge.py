@@ -15,12 +15,12 @@ NUM_CHUNKS = 40
 
 @pytest.fixture(autouse=True)
 def many_chunks(device, monkeypatch):
-    def choose(spec, facts, block_rows):
-        tiles = choose_tiles(spec, facts, block_rows)
+    def choose(*arguments):
+        tiles = choose_tiles(*arguments)
         return replace(tiles, short_chunks=NUM_CHUNKS, min_chunk=1, min_piece=1)
 
     require_support("triton", AttentionSpec(4, 1, 32), 16, device)
-    monkeypatch.setattr("pagedattn.backends.triton.backend.choose_tiles", choose)
+    monkeypatch.setattr("pagedattn.backends.triton.tiles.choose_tiles", choose)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,22 +17,18 @@ from pagedattn.backends.triton.arguments import (
     blocks_of,
     kernel_constants,
     plan_numbers,
-    score_factors,
     tile_constants,
-    window_of,
 )
-from pagedattn.backends.triton.launch import MAX_REMEMBERED, Launch, LayerPointers, Pointers
+from pagedattn.backends.triton.bindings import Bindings
+from pagedattn.backends.triton.launch import Launch, LayerPointers, Pointers
 from pagedattn.backends.triton.schedule import ScheduleBuffers, StepSize, max_pieces
 from pagedattn.backends.triton.side_by_side import SideBySide
 from pagedattn.backends.triton.tiles import (
-    BLOCK_ROWS,
-    UNBOUNDED_ROWS,
     DeviceFacts,
     KernelTiles,
     Tiles,
-    block_rows_of,
     choose_hopper_tiles,
-    choose_tiles,
+    choose_kinds,
 )
 from pagedattn.capacity import Capacity
 from pagedattn.kernels import gluon_names
@@ -45,22 +40,6 @@ from pagedattn.page_table import Int32s, PageTable
 from pagedattn.spec import AttentionSpec
 from pagedattn.staging import Staging
 from pagedattn.validation import KVCache
-
-MAX_DRAFT, PROMPT = 8, 256
-"""Tokens of a request that decodes, at most, and of a prompt that is worth a kernel.
-
-A capacity for no more than the one a request, and without room for the other, is for decoding.
-Captured launches run in every step, those without work too: on an NVIDIA H200 the kernel for long
-queries then costs 4 to 6 µs. Where there are some and the kernel is left out, 512 tokens among
-256 x 2k decodes take 33 µs more, 550 for 517."""
-
-
-class _Arguments(NamedTuple):
-    """Of each kernel, the arguments that layers with the same strides have in common."""
-
-    short: Pointers
-    long: Pointers
-    long_hopper: Pointers
 
 
 class _ShortKernel(NamedTuple):
@@ -92,7 +71,7 @@ class TritonBackend:
         self.capacity = capacity
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
-        kinds = self._kinds_of_blocks(facts)
+        kinds = choose_kinds(spec, facts, capacity, batch_invariant)
         self.tiles = kinds[0]
         self._may_have_long = capacity is None or (
             capacity.max_tokens * spec.group_size > self.tiles.max_short_rows
@@ -103,9 +82,7 @@ class TritonBackend:
             # not at the top: where it is not chosen, Gluon may be missing
             from pagedattn.backends.triton.long_hopper import LongHopper
 
-            self._long_hopper = LongHopper(
-                spec, page_size, hopper_tiles, self.tiles.programs, device
-            )
+            self._long_hopper = LongHopper(spec, page_size, hopper_tiles, device)
             self._side_by_side = SideBySide(device, self.tiles.programs)
         self._make_launches(kinds)
         self._num_rows = 0
@@ -163,7 +140,7 @@ class TritonBackend:
             qo_indptr, page_table.kv_indptr, page_table.kv_lens, page_table.kv_indices
         )
         self._ingest(
-            1 + blocks_of(num_entries), source, self._table,
+            1 + blocks_of(num_entries), source, self._bindings.table,
             batch_size, self._num_rows, num_entries, num_pages, self.page_size,
         )  # fmt: skip
         self._build_schedule(batch_size + 1)
@@ -177,7 +154,7 @@ class TritonBackend:
         """Launch the kernel of each list that is not empty."""
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
         strides = (q.stride(0), out.stride(0), *layer.page_strides)
-        arguments = self._arguments.get(strides) or self._make_arguments(strides)
+        arguments = self._bindings.of_layer(strides)
         with_lse, hopper = lse is not None, self._long_hopper
         launch_short = partial(
             self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
@@ -194,20 +171,6 @@ class TritonBackend:
             launch_short()
         if self._has_long:
             self._long[with_lse](self.tiles.long_programs, layer, arguments.long)
-
-    def _kinds_of_blocks(self, facts: DeviceFacts) -> list[Tiles]:
-        """Tiles for each height that the short kernel's blocks may have, the least first."""
-        spec, capacity = self.spec, self.capacity
-        if self.batch_invariant:  # no request's way may depend on the others, or on a capacity
-            return [choose_tiles(spec, facts, BLOCK_ROWS[0])]
-        if capacity is None:
-            highest = block_rows_of(spec, UNBOUNDED_ROWS)
-            return [choose_tiles(spec, facts, rows) for rows in BLOCK_ROWS if rows <= highest]
-        if not _is_for_decoding(capacity):  # captured launches have blocks of one height
-            return [choose_tiles(spec, facts, BLOCK_ROWS[0])]
-        longest = -(-capacity.max_tokens // capacity.max_batch_size)
-        tiles = choose_tiles(spec, facts, block_rows_of(spec, longest * spec.group_size))
-        return [replace(tiles, max_short_rows=UNBOUNDED_ROWS)]
 
     def _make_lists(self, qo_lens: np.ndarray) -> int:
         """Say whether the short and the long list will have entries; return the longest short."""
@@ -227,25 +190,9 @@ class TritonBackend:
         )
         self.tiles = self._short.tiles
 
-    def _make_arguments(self, strides: tuple[int, ...]) -> _Arguments:
-        """Describe what launches of layers with these strides have in common, and keep it."""
-        if len(self._arguments) >= MAX_REMEMBERED:
-            self._arguments.clear()
-        row_strides, page_strides = strides[:2], strides[2:]
-        short = self._short_pointers.before(*self._short_numbers, *strides)
-        long = self._long_pointers.before(*self._long_numbers, *strides)
-        long_hopper = long
-        if self._long_hopper is not None:
-            numbers = (*self._long_numbers, *row_strides)
-            long_hopper = self._long_hopper.arguments_of(
-                self._hopper_schedule, numbers, page_strides
-            )
-        arguments = self._arguments[strides] = _Arguments(short, long, long_hopper)
-        return arguments
-
     def _build_schedule(self, batch_size: int) -> None:
         self._plan(
-            1 + blocks_of(self._num_rows), self._table, self._schedule,
+            1 + blocks_of(self._num_rows), self._bindings.table, self._bindings.schedule,
             batch_size, self._num_rows, batch_size.bit_length(), *self._short.plan_numbers,
         )  # fmt: skip
 
@@ -267,9 +214,6 @@ class TritonBackend:
             for tiles in kinds
         ]
         self._short = self._short_kernels[0]
-        numbers = (spec.num_kv_heads, window_of(spec))
-        self._short_numbers = (*numbers, self.tiles.min_piece, *score_factors(spec))
-        self._long_numbers = (*numbers, *score_factors(spec))
 
     def _launches_of(
         self, kernel: Any, tiles: KernelTiles, more: dict[str, int | bool]
@@ -295,32 +239,7 @@ class TritonBackend:
             num_pieces = max_pieces(size, self.spec, self.page_size, self.tiles)
         kinds = [kernel.tiles for kernel in self._short_kernels]
         self._buffers = ScheduleBuffers.allocate(size, num_pieces, self.spec, kinds, self.device)
-        self._bind()
-
-    def _bind(self) -> None:
-        """Say once, for many launches, where the table and the schedule are."""
-        qo_indptr, kv_indptr, kv_lens, kv_indices = self._staging.arrays
-        buffers = self._buffers
-        self._table = Pointers.of(qo_indptr, kv_indptr, kv_lens, kv_indices)
-        self._schedule = Pointers.of(
-            buffers.header, buffers.short_ends, buffers.short_begin, buffers.short_first,
-            buffers.piece_ends, buffers.long_units, buffers.long_ends, buffers.slots,
-            buffers.arrived,
-        )  # fmt: skip
-        table = (qo_indptr, kv_indptr, kv_indices, kv_lens, buffers.header)
-        self._short_pointers = Pointers.of(
-            *table, buffers.short_ends, buffers.short_begin, buffers.short_first,
-            buffers.piece_ends, buffers.piece_acc, buffers.piece_ml, buffers.arrived,
-        )  # fmt: skip
-        self._long_pointers = Pointers.of(*table, buffers.long_units)
-        self._hopper_schedule = Pointers.of(*table, buffers.long_units, buffers.long_turns)
-        self._arguments: dict[tuple[int, ...], _Arguments] = {}
-
-
-def _is_for_decoding(capacity: Capacity) -> bool:
-    """Whether all queries are left to the short kernel."""
-    spare = capacity.max_tokens - capacity.max_batch_size
-    return spare < PROMPT and capacity.max_tokens <= MAX_DRAFT * capacity.max_batch_size
+        self._bindings = Bindings(self.spec, self.tiles, self._staging.arrays, self._buffers)
 
 
 def _device_facts(device: torch.device) -> DeviceFacts:

@@ -86,7 +86,6 @@ class LongHopper:
         spec: The kind of layer.
         page_size: Tokens of a page.
         tiles: As chosen for them.
-        total_programs: Programs of all launches of a step, which share its units and counters.
         device: Where it runs.
     """
 
@@ -95,10 +94,8 @@ class LongHopper:
         spec: AttentionSpec,
         page_size: int,
         tiles: HopperTiles,
-        total_programs: int,
         device: torch.device,
     ) -> None:
-        self._total_programs = total_programs
         self._has_boxes = tiles.has_boxes
         if tiles.has_boxes:
             self.box = [min(page_size, tiles.tile), spec.head_dim]
@@ -146,34 +143,19 @@ class LongHopper:
             self._maps[key] = self._make_maps(halves_of(cache))
         return self._maps[key]
 
-    def arguments_of(
-        self,
-        schedule: Pointers,
-        numbers: tuple[int | float, ...],
-        page_strides: tuple[int, ...],
-    ) -> Pointers:
-        """What launches of many layers have in common.
-
-        Args:
-            schedule: qo_indptr, kv_indptr, kv_indices, kv_lens, header, long_units, long_turns.
-            numbers: num_kv_heads, window_left, the two factors of the scores, strides of q and out.
-            page_strides: Of the layers' caches.
-        """
-        return schedule.before(*numbers, *page_strides, self._total_programs)
-
     def prepare(
         self, maps: Descriptors, with_lse: bool, layer: LayerPointers, arguments: Pointers
     ) -> LaunchLong:
         """Return what launches so many programs, at most one an SM, to compute long units.
 
         Launches over one schedule share its units, whether they run at one time or not. Their
-        grids must add up to `total_programs`: the last program makes ready for the next step.
+        grids must add up to the last argument: the last program makes ready for the next step.
 
         Args:
             maps: Of the layer.
             with_lse: Whether the layer's lse is written.
             layer: Of the backend's `run`.
-            arguments: Of the layer's strides.
+            arguments: Of the layer's strides; see `Bindings.of_layer`.
         """
         q_at, _, _, out_at, lse_at = layer.addresses
         pointers = Pointers((layer.q, layer.out, layer.lse), (q_at, out_at, lse_at), layer.kind)

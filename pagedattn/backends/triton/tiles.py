@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pagedattn.capacity import Capacity
 from pagedattn.spec import AttentionSpec
 
 UNBOUNDED_ROWS = 1 << 30
@@ -18,6 +19,14 @@ block is as high as the requests of a step need, and no higher. Raced on an NVID
 of 128, 64 requests of 4k (µs, blocks of 16, 32, 64 rows, FlashInfer's fa2): 4 rows a request 261,
 264, 351, 262; 32 rows 512, 273, 364, 282; 64 rows 997, 523, 362, 284.
 """
+
+MAX_DRAFT, PROMPT = 8, 256
+"""Tokens of a request that decodes, at most, and of a prompt that is worth a kernel.
+
+A capacity for no more than the one a request, and without room for the other, is for decoding.
+Captured launches run in every step, those without work too: on an NVIDIA H200 the kernel for long
+queries then costs 4 to 6 µs. Where there are some and the kernel is left out, 512 tokens among
+256 x 2k decodes take 33 µs more, 550 for 517."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ def block_rows_of(spec: AttentionSpec, num_rows: int) -> int:
     return next(rows for rows in BLOCK_ROWS if rows >= num_rows or rows == highest)
 
 
-def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = 16) -> Tiles:
+def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOCK_ROWS[0]) -> Tiles:
     """Pick tiles so that the K and V buffers fit shared memory and the sums fit the registers.
 
     Args:
@@ -128,6 +137,28 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = 16) 
         short, long, max_short_rows, min_chunk=least, min_piece=least, programs=facts.num_sms,
         short_chunks=chunks,
     )  # fmt: skip
+
+
+def choose_kinds(
+    spec: AttentionSpec, facts: DeviceFacts, capacity: Capacity | None, batch_invariant: bool
+) -> list[Tiles]:
+    """Tiles for each height that an object's short blocks may have, the least first."""
+    if batch_invariant:  # no request's way may depend on the others, or on a capacity
+        return [choose_tiles(spec, facts)]
+    if capacity is None:
+        highest = highest_block(spec)
+        return [choose_tiles(spec, facts, rows) for rows in BLOCK_ROWS if rows <= highest]
+    if not _is_for_decoding(capacity):  # captured launches have blocks of one height
+        return [choose_tiles(spec, facts)]
+    longest = -(-capacity.max_tokens // capacity.max_batch_size)
+    tiles = choose_tiles(spec, facts, block_rows_of(spec, longest * spec.group_size))
+    return [replace(tiles, max_short_rows=UNBOUNDED_ROWS)]
+
+
+def _is_for_decoding(capacity: Capacity) -> bool:
+    """Whether all queries are left to the short kernel."""
+    spare = capacity.max_tokens - capacity.max_batch_size
+    return spare < PROMPT and capacity.max_tokens <= MAX_DRAFT * capacity.max_batch_size
 
 
 def hopper_refusals(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
