@@ -325,21 +325,21 @@ def test_marked_lines_are_events_and_others_are_not():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "options", "long_kernel"),
+    ("head_dim", "group_size", "options", "long_kernel"),
     [
-        (16, True, "long_attention"),
+        (16, 32, True, "long_attention"),  # blocks of 32 rows and of 64
         pytest.param(
-            64, False, "long_attention_hopper",
+            64, 64, False, "long_attention_hopper",  # of 64 alone
             marks=pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}"),
         ),
     ],
 )  # fmt: skip
 def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(
-    tmp_path, head_dim, options, long_kernel
+    tmp_path, head_dim, group_size, options, long_kernel
 ):
     layer = {
-        "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "dtype": "bf16", "causal": True,
-        "window": options, "soft_cap": options, "page_size": 16, "capability": 90,
+        "num_qo_heads": group_size, "num_kv_heads": 1, "head_dim": head_dim, "dtype": "bf16",
+        "causal": True, "window": options, "soft_cap": options, "page_size": 16, "capability": 90,
     }  # fmt: skip
     variables = {
         **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache"),
@@ -353,7 +353,7 @@ def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(
         return set((tmp_path / "cache").rglob("*.cubin"))
 
     compiled = warm()
-    assert {"build_schedule", "short_attention", long_kernel, "_append_kernel"} <= {
-        path.stem for path in compiled
-    }
+    names = [path.stem for path in compiled]
+    assert {"build_schedule", long_kernel, "_append_kernel"} <= set(names)
+    assert names.count("short_attention") == 2 * 64 // group_size  # without and with LSE
     assert warm() == compiled
