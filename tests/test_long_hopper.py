@@ -1,7 +1,7 @@
 """The Gluon kernel for long queries against float64, at its edges, beside its plain twin.
 
-Gluon is not interpreted, so without such a GPU only the choice of the kernel is tested here; what
-it compiles to is tested in test_compile.py.
+Without such a GPU only the choice of the kernel is tested here; its logic is tested in
+test_gluon_on_cpu.py, and what it compiles to in test_compile.py.
 """
 
 import json
