@@ -23,7 +23,12 @@ from pagedattn.backends.triton.arguments import (
     kernel_constants,
     tile_constants,
 )
-from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, choose_tiles
+from pagedattn.backends.triton.tiles import (
+    DeviceFacts,
+    choose_hopper_tiles,
+    choose_short_hopper_tiles,
+    choose_tiles,
+)
 from pagedattn.kernels import gluon_names
 from pagedattn.kernels.ingest import ingest_table
 from pagedattn.kernels.long import long_attention
@@ -172,6 +177,8 @@ def compile_case(case: dict) -> dict:
     facts = DeviceFacts(132, compute_capability=(9, 0), missing_gluon=gluon_names.MISSING)
     if case["kernel"] == "long hopper":
         return compile_hopper(spec, case, facts)
+    if case["kernel"] == "short hopper":
+        return compile_short_hopper(spec, case, facts)
     tiles = choose_tiles(spec, facts, case.get("block_rows", 16))
     if case["kernel"] == "plan":
         invariant = case.get("batch_invariant", False)
@@ -208,8 +215,7 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
     launcher = LongHopper(spec, case["page_size"], tiles, torch.device("cpu"))
     map_type, gather = "", case.get("gather", not tiles.has_boxes)
     if not gather:
-        rows, columns = launcher.box
-        map_type = f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>"
+        map_type = map_type_of(spec, launcher.maps)
     answer = compile_sm90(
         long_attention_hopper, spec.dtype,
         {**launcher.constants, "WITH_LSE": case.get("with_lse", False), "GATHER": gather},
@@ -217,6 +223,32 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
     )  # fmt: skip
     answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
     return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}
+
+
+def map_type_of(spec: AttentionSpec, maps) -> str:
+    rows, columns = maps.box
+    return f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{maps.layout!r}>"
+
+
+def compile_short_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
+    """Compile the Gluon kernel as `ShortHopper` would launch it."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from pagedattn.backends.triton.short_hopper import ShortHopper
+    from pagedattn.kernels.short_hopper import short_attention_hopper
+
+    invariant = case.get("batch_invariant", False)
+    tiles = choose_short_hopper_tiles(spec, case["page_size"], facts, invariant)
+    launcher = ShortHopper(spec, case["page_size"], tiles, invariant, torch.device("cpu"))
+    answer = compile_sm90(
+        short_attention_hopper, spec.dtype,
+        {**launcher.constants, "WITH_LSE": case.get("with_lse", False)},
+        map_type_of(spec, launcher.maps), GluonASTSource, **launcher.options,
+    )  # fmt: skip
+    answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
+    return answer | {
+        "hopper_tiles": (tiles.tile, tiles.num_stages), "programs_per_sm": tiles.programs_per_sm,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -78,7 +78,23 @@ GATHER = {
         "kernel": "long hopper", "page_size": 5, "spec": LLAMA | WINDOW_AND_CAP | {"head_dim": 256},
     },
 }  # fmt: skip
-HOPPER |= GATHER
+SHORT_HOPPER = {
+    "short hopper": {"kernel": "short hopper", "page_size": 16, "spec": LLAMA, "with_lse": True},
+    "short hopper batch-invariant": {
+        "kernel": "short hopper", "page_size": 64, "spec": LLAMA, "batch_invariant": True,
+    },
+    "short hopper window cap": {
+        "kernel": "short hopper", "page_size": 16, "spec": LLAMA | WINDOW_AND_CAP,
+    },
+    "short hopper 64": {
+        "kernel": "short hopper", "page_size": 256,
+        "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},
+    },
+    "short hopper 256": {
+        "kernel": "short hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256},
+    },
+}  # fmt: skip
+HOPPER |= GATHER | SHORT_HOPPER
 CASES |= HOPPER
 TENSOR_CORES = [name for name in CASES if name.startswith(("short", "long")) and "fp32" not in name]
 
@@ -106,7 +122,9 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, name):
         # Triton 3.9 keeps a few addresses there, and reads none in the loop over tiles
         most = {"short 64 rows window cap": 8, "short 256 32 rows": 16}.get(name, 0)
         assert compiled[name]["stack_bytes"] <= most, compiled[name]
-    assert compiled[name]["shared_bytes"] <= SHARED_LIMIT
+    programs = compiled[name].get("programs_per_sm", 1)
+    # what an SM has beside, a program's first KiB
+    assert programs * (compiled[name]["shared_bytes"] + 1024) <= SHARED_LIMIT + 1024
 
 
 @pytest.mark.parametrize("name", TENSOR_CORES)
@@ -118,13 +136,14 @@ def test_products_run_on_the_tensor_cores(compiled, name):
 def test_the_gluon_kernel_has_two_rings_as_deep_as_meant(compiled, name):
     spec = HOPPER[name]["spec"]
     head_dim, tile, num_stages = spec["head_dim"], *compiled[name]["hopper_tiles"]
-    # beside the rows of two consumers; barriers and what units are told by are small
-    tiles_bytes = (128 + 2 * num_stages * tile) * head_dim * 2
+    consumers = 1 if name in SHORT_HOPPER else 2
+    # beside the rows of the consumers; barriers and what units are told by are small
+    tiles_bytes = (64 * consumers + 2 * num_stages * tile) * head_dim * 2
     assert 0 <= compiled[name]["shared_bytes"] - tiles_bytes < 1024
-    # two consumers: the first tile's scores, edge and whole tiles, with a window its edge, and
+    # of a consumer: the first tile's scores, edge and whole tiles, with a window its edge, and
     # the last tile's values
     sweeps = 3 if "window_left" in spec else 2
-    assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * (head_dim // 16 + tile // 16)
+    assert compiled[name]["wgmma"] == consumers * (1 + sweeps) * (head_dim // 16 + tile // 16)
 
 
 @pytest.mark.parametrize("name", HOPPER)

@@ -355,5 +355,6 @@ def test_tritons_kernels_are_compiled_once_for_a_gpu_that_is_not_here(
     compiled = warm()
     names = [path.stem for path in compiled]
     assert {"build_schedule", long_kernel, "_append_kernel"} <= set(names)
-    assert names.count("short_attention") == 2 * 64 // group_size  # without and with LSE
+    short = [name for name in names if name.startswith("short_attention")]
+    assert len(short) == 2 * 64 // group_size  # without and with LSE
     assert warm() == compiled

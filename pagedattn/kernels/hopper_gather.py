@@ -86,7 +86,7 @@ def gather(
             unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
         )
         wait_for_room(handover, turn)
-        hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin, WARPS)
+        hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), WARPS)
         page_ids = KV_INDICES + page_begin
         begin, _left, _right, end = tile_bounds(
             block, qo_len, kv_len, window_left, GROUP, TILE, CAUSAL, HAS_WINDOW
@@ -122,5 +122,5 @@ def gather(
         turn += 1
         unit = next_unit(TURNS)
     wait_for_room(handover, turn)
-    hand_over(handover, 0, 0, 0, 0, 0, 0, WARPS)
+    hand_over(handover, (0, 0, 0, 0, 0, 0), WARPS)
     leave(TURNS, total_programs)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pagedattn.kernels.gluon_names import copy_box
 from pagedattn.kernels.hopper_units import (
+    FIELDS,
     hand_over,
     leave,
     locate,
@@ -33,12 +34,12 @@ def hand_out(
         block, kv_head, qo_begin, qo_len, kv_len, page_begin = locate(
             unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
         )
-        hand_over(handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin, 1)
+        hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), 1)
         turn += 1
         # before it takes the next: a unit taken early is missing where another program is free
         wait_for_room(handover, turn)
         unit = next_unit(TURNS)
-    hand_over(handover, 0, 0, 0, 0, 0, 0, 1)
+    hand_over(handover, (0, 0, 0, 0, 0, 0), 1)
     leave(TURNS, total_programs)
 
 
@@ -69,6 +70,40 @@ def _copy_tile(
 
 
 @gluon.jit
+def bring_tiles(
+    k_pages, v_pages, page_ids, begin, end, first, kv_len, column, k_rows_per_page,
+    v_rows_per_page, rings, count,
+    PAGE_SIZE: gl.constexpr, TILE: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the rings with tiles `[begin, end)` of a request, the last first; return their count.
+
+    Only keys of `[first, kv_len)` are the request's; `count` is of the tiles before these.
+    """
+    k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
+    BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < TILE else TILE
+    pages = _load_page_ids(page_ids, first, kv_len, end - 1, PAGE_SIZE, TILE, BOX)
+    for back in range(0, end - begin):
+        tile = end - 1 - back
+        slot = count % STAGES
+        freed = ((count // STAGES) & 1) ^ 1
+        _copy_tile(
+            k_pages, pages, tile, column, k_rows_per_page, k_full.index(slot),
+            k_empty.index(slot), freed, k_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
+        )  # fmt: skip
+        # after the last tile its own once more: there may be no page before it
+        following = _load_page_ids(
+            page_ids, first, kv_len, gl.maximum(tile - 1, begin), PAGE_SIZE, TILE, BOX
+        )
+        _copy_tile(
+            v_pages, pages, tile, column, v_rows_per_page, v_full.index(slot),
+            v_empty.index(slot), freed, v_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
+        )  # fmt: skip
+        pages = following
+        count += 1
+    return count
+
+
+@gluon.jit
 def produce(
     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride, v_page_stride,
     v_token_stride, rings, handover,
@@ -76,39 +111,21 @@ def produce(
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Fill the rings with the tiles of every unit of this program."""
-    k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < TILE else TILE
     # a token is a row, so these are few, however far pages are apart
     k_rows_per_page = (k_page_stride // k_token_stride).to(gl.int32)
     v_rows_per_page = (v_page_stride // v_token_stride).to(gl.int32)
     count = 0
     turn = 0
-    block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, 1)
+    block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, FIELDS, 1)
     while qo_len > 0:
-        page_ids = KV_INDICES + page_begin
         begin, _left, _right, end = tile_bounds(
             block, qo_len, kv_len, window_left, GROUP, TILE, CAUSAL, HAS_WINDOW
         )
         first = first_key(kv_len - qo_len, window_left, HAS_WINDOW)
-        column = kv_head * HEAD_DIM
-        pages = _load_page_ids(page_ids, first, kv_len, end - 1, PAGE_SIZE, TILE, BOX)
-        for back in range(0, end - begin):
-            tile = end - 1 - back
-            slot = count % STAGES
-            freed = ((count // STAGES) & 1) ^ 1
-            _copy_tile(
-                k_pages, pages, tile, column, k_rows_per_page, k_full.index(slot),
-                k_empty.index(slot), freed, k_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
-            )  # fmt: skip
-            # after the last tile its own once more: there may be no page before it
-            following = _load_page_ids(
-                page_ids, first, kv_len, gl.maximum(tile - 1, begin), PAGE_SIZE, TILE, BOX
-            )
-            _copy_tile(
-                v_pages, pages, tile, column, v_rows_per_page, v_full.index(slot),
-                v_empty.index(slot), freed, v_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
-            )  # fmt: skip
-            pages = following
-            count += 1
+        count = bring_tiles(
+            k_pages, v_pages, KV_INDICES + page_begin, begin, end, first, kv_len,
+            kv_head * HEAD_DIM, k_rows_per_page, v_rows_per_page, rings, count,
+            PAGE_SIZE, TILE, HEAD_DIM, STAGES,
+        )  # fmt: skip
         turn += 1
-        block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, 1)
+        block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, FIELDS, 1)

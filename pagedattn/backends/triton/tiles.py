@@ -131,18 +131,42 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOC
         return Tiles(
             short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4
         )
-    chunks = max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads)
     least = 4 * tile // short.tile
     return Tiles(
         short, long, max_short_rows, min_chunk=least, min_piece=least, programs=facts.num_sms,
-        short_chunks=chunks,
+        short_chunks=_short_chunks(spec, facts, short),
     )  # fmt: skip
 
 
+def _short_chunks(spec: AttentionSpec, facts: DeviceFacts, short: KernelTiles) -> int:
+    return max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads)
+
+
 def choose_kinds(
-    spec: AttentionSpec, facts: DeviceFacts, capacity: Capacity | None, batch_invariant: bool
+    spec: AttentionSpec,
+    facts: DeviceFacts,
+    capacity: Capacity | None,
+    batch_invariant: bool,
+    short_hopper: KernelTiles | None = None,
 ) -> list[Tiles]:
-    """Tiles for each height that an object's short blocks may have, the least first."""
+    """Tiles for each height that an object's short blocks may have, the least first.
+
+    Args:
+        spec: The kind of layer.
+        facts: Of the device.
+        capacity: Of the object.
+        batch_invariant: Whether the object is.
+        short_hopper: Of the Gluon kernel for short queries, where it serves.
+    """
+    if short_hopper is not None:  # its blocks have one height
+        tiles = replace(
+            choose_tiles(spec, facts),
+            short=short_hopper,
+            short_chunks=_short_chunks(spec, facts, short_hopper),
+        )
+        if capacity is not None and not batch_invariant and _is_for_decoding(capacity):
+            tiles = replace(tiles, max_short_rows=UNBOUNDED_ROWS)
+        return [tiles]
     if batch_invariant:  # no request's way may depend on the others, or on a capacity
         return [choose_tiles(spec, facts)]
     if capacity is None:
@@ -181,9 +205,7 @@ def choose_hopper_tiles(
     """Tiles of the Gluon kernel for long queries; `None`: `long.py` serves."""
     if hopper_refusals(spec, facts):
         return None
-    # a box is a whole number of the 8 rows after which the layout of shared memory repeats, and a
-    # tile is a whole number of boxes or a part of a page
-    has_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
+    has_boxes = _has_boxes(page_size)
     if spec.head_dim == 256:
         # all that shared memory holds
         return HopperTiles(tile=64, num_stages=2, has_boxes=has_boxes)
@@ -192,3 +214,29 @@ def choose_hopper_tiles(
         return HopperTiles(tile=64, num_stages=4, has_boxes=has_boxes)
     # of head_dim 128, three of each and the rows are all of shared memory but 3 KiB
     return HopperTiles(tile=128, num_stages=3, has_boxes=has_boxes)
+
+
+def choose_short_hopper_tiles(
+    spec: AttentionSpec, page_size: int, facts: DeviceFacts, batch_invariant: bool
+) -> KernelTiles | None:
+    """Tiles of the Gluon kernel for short queries; `None`: `short.py` serves.
+
+    Its instructions multiply 64 rows in any case, so blocks are as high; but pieces of a batch-
+    invariant object's would take four times the memory that they need.
+    """
+    if hopper_refusals(spec, facts) or not _has_boxes(page_size):
+        return None
+    rows = BLOCK_ROWS[0] if batch_invariant else BLOCK_ROWS[-1]
+    tile = 8192 // spec.head_dim
+    if spec.head_dim == 256:  # the sums of a second program would not fit the registers
+        return KernelTiles(rows, tile, num_warps=4, num_stages=6, programs_per_sm=1)
+    return KernelTiles(rows, tile, num_warps=4, num_stages=3, programs_per_sm=2)
+
+
+def _has_boxes(page_size: int) -> bool:
+    """Whether the copy engine can bring pages.
+
+    A box is a whole number of the 8 rows after which the layout of shared memory repeats, and a
+    tile is a whole number of boxes or a part of a page.
+    """
+    return page_size >= 8 and page_size & (page_size - 1) == 0
