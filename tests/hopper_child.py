@@ -77,13 +77,11 @@ def launch_twice(kernel: Any, first_grid: int) -> None:
 def attention(step: Step, plain: bool, first_grid: int = 0, **options: object) -> PagedAttention:
     attn = PagedAttention(step.spec, step.page_size, backend="triton", device="cuda", **options)
     backend = attn._backend
-    assert backend._long_hopper is not None, "the Gluon kernel was not chosen"
-    has_boxes = step.page_size in (8, 16, 32, 64, 128, 256)
-    assert (backend._short_hopper is not None) == has_boxes, "the wrong kernel was chosen"
+    assert backend._hopper is not None, "the Gluon kernel was not chosen"
     if plain:
-        backend._long_hopper = backend._short_hopper = None
+        backend._hopper = None
     elif first_grid:
-        launch_twice(backend._long_hopper, first_grid)
+        launch_twice(backend._hopper, first_grid)
     return attn
 
 
@@ -100,7 +98,7 @@ def eager(plain: bool, first_grid: int = 0, **options: object) -> Callable[[Step
             assert torch.equal(first.nan_to_num(7), second.nan_to_num(7)), "two runs differ"
         without_lse = attn.run(step.q, step.kv_cache)
         assert torch.equal(without_lse.nan_to_num(7), outputs[0].out.nan_to_num(7))
-        assert not attn._backend._buffers.long_turns.any(), "turns are not reset"
+        assert not attn._backend._buffers.turns.any(), "turns are not reset"
         return outputs[0]
 
     return attend

@@ -21,7 +21,6 @@ from pagedattn.backends.triton.tiles import (
     DeviceFacts,
     choose_hopper_tiles,
     choose_kinds,
-    choose_short_hopper_tiles,
     hopper_refusals,
 )
 from pagedattn.kernels import gluon_names
@@ -66,10 +65,6 @@ CASES = {
     } | RAGGED,
     "heads of a larger cache": {"spec": HEADS, "page_size": 16, "strided": "heads"} | RAGGED,
     "pages out of step": {"spec": HEADS, "page_size": 16, "strided": "pages"} | RAGGED,
-    "two launches": {"spec": HEADS, "page_size": 16, "first_grid": 40} | RAGGED,
-    "graph of two launches": {
-        "spec": HEADS, "page_size": 16, "graph": True, "first_grid": 1,
-    } | RAGGED,
     "graph": {"spec": HEADS, "page_size": 16, "graph": True} | RAGGED,
     "graph window": {"spec": HEADS | {"window_left": 65}, "page_size": 16, "graph": True} | RAGGED,
     "plain kernel's cache": {"spec": HEADS, "page_size": 16, "strided": "odd"} | RAGGED,
@@ -248,16 +243,14 @@ def test_pages_that_are_boxes_or_some_are_copied_whole(page_size):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_programs_for_short_queries_fit_an_sm(head_dim, batch_invariant):
+@pytest.mark.parametrize(("batch_invariant", "rows"), [(False, 64), (True, 16)])
+def test_each_consumer_has_a_chunk_of_short_queries(head_dim, batch_invariant, rows):
     spec = AttentionSpec(32, 8, head_dim)
-    tiles = choose_short_hopper_tiles(spec, 16, H200, batch_invariant)
-    tiles_bytes = (64 + 2 * tiles.num_stages * tiles.tile) * head_dim * 2
-    assert tiles.programs_per_sm * (tiles_bytes + 1024 + 512) <= 228 * 1024
-    assert tiles.rows == (16 if batch_invariant else 64)
-    (kind,) = choose_kinds(spec, H200, None, batch_invariant, tiles)
-    assert kind.short == tiles
-    assert kind.short_chunks * 8 <= 132 * tiles.programs_per_sm
+    hopper = choose_hopper_tiles(spec, 16, H200)
+    (tiles,) = choose_kinds(spec, H200, None, batch_invariant, hopper)
+    assert (tiles.short.rows, tiles.short.tile) == (rows, hopper.tile // 2)
+    assert tiles.short_chunks * spec.num_kv_heads == 2 * H200.num_sms
+    assert 0 < tiles.long_share < tiles.programs == H200.num_sms
 
 
 @pytest.mark.parametrize(
@@ -274,7 +267,6 @@ def test_programs_for_short_queries_fit_an_sm(head_dim, batch_invariant):
 def test_elsewhere_the_plain_kernel_is_chosen_for_one_stated_reason(spec, facts):
     assert len(hopper_refusals(spec, facts)) == 1
     assert choose_hopper_tiles(spec, 16, facts) is None
-    assert choose_short_hopper_tiles(spec, 16, facts, False) is None
 
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
@@ -297,12 +289,12 @@ def test_only_caches_that_are_matrices_are_reached():
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 def test_a_map_is_made_once_a_cache_and_finds_its_slots():
+    from pagedattn.backends.triton.hopper import Hopper
     from pagedattn.backends.triton.launch import LayerPointers
-    from pagedattn.backends.triton.long_hopper import LongHopper
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
     spec = AttentionSpec(4, 2, 64, torch.float16)
-    kernel = LongHopper(spec, 16, tiles, torch.device("cpu"))
+    kernel = Hopper(spec, 16, tiles, 64, False, torch.device("cpu"))
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
     q = torch.zeros(1, 4, 64, dtype=torch.float16)
 
@@ -346,7 +338,7 @@ def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device
             assert torch.equal(attn.run(q, cache), expected)
     assert not torch.equal(ordinary[0], ordinary[1])
     assert torch.equal(ordinary[1], ordinary[4])
-    remembered = attn._backend._long_hopper._launches[False, False]._remembered.values()
+    remembered = attn._backend._hopper._launches[False, False]._remembered.values()
     assert len(remembered) == 5
     for launch in remembered:
         assert not any(isinstance(value, TensorDescriptor) for value in launch.descriptors)
@@ -355,13 +347,13 @@ def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 @pytest.mark.parametrize("page_size", [5, 16])
 def test_what_the_engine_does_not_reach_is_gathered_where_rows_are_aligned(page_size):
+    from pagedattn.backends.triton.hopper import Hopper
     from pagedattn.backends.triton.hopper_maps import TensorDescriptor
     from pagedattn.backends.triton.launch import LayerPointers, Pointers
-    from pagedattn.backends.triton.long_hopper import LongHopper
 
     spec = AttentionSpec(4, 2, 64, torch.float16)
     tiles = choose_hopper_tiles(spec, page_size, H200)
-    kernel = LongHopper(spec, page_size, tiles, torch.device("cpu"))
+    kernel = Hopper(spec, page_size, tiles, 64, False, torch.device("cpu"))
     calls = []
     kernel._launches = {
         key: lambda *_, descriptors, key=key, **__: calls.append((key, descriptors))

@@ -1,4 +1,4 @@
-"""The warpgroup of the Gluon kernel for long queries that gathers rows: see `long_hopper.py`.
+"""The warpgroup of the Gluon kernel that gathers rows, of long queries: see `hopper.py`.
 
 It stands in for the warps of `hopper_producer.py` where pages are no boxes of the copy engine, or
 no rows of a matrix: each thread copies pieces of 16 bytes, from wherever they are. Rows that the
@@ -123,4 +123,4 @@ def gather(
         unit = next_unit(TURNS)
     wait_for_room(handover, turn)
     hand_over(handover, (0, 0, 0, 0, 0, 0), WARPS)
-    leave(TURNS, total_programs)
+    leave(TURNS, 1, total_programs)

@@ -1,7 +1,7 @@
-"""Two warps of the Gluon kernel for long queries that compute nothing: see `long_hopper.py`.
+"""Two warps of the Gluon kernel that compute nothing, where queries are long.
 
-One finds units for the other partitions, so that none of them waits for the counter and the table.
-One brings the units' K and V tiles to two rings in shared memory, one box of the copy engine a
+One finds blocks for the other partitions, so that none of them waits for the counter and the table.
+One brings the blocks' K and V tiles to two rings in shared memory, one box of the copy engine a
 page, and the ids of a tile's pages while it waits for room for the tile before.
 """
 
@@ -25,9 +25,12 @@ from pagedattn.kernels.masks import first_key
 
 @gluon.jit
 def hand_out(
-    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, total_programs, handover
+    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, handover, is_last
 ):  # fmt: skip
-    """Take units until none is left, and tell the other partitions of each."""
+    """Take units until none is left, and tell the other partitions of each.
+
+    `is_last`: then the program takes nothing more, see `leave`.
+    """
     turn = 0
     unit = next_unit(TURNS)
     while unit < num_units:
@@ -40,7 +43,8 @@ def hand_out(
         wait_for_room(handover, turn)
         unit = next_unit(TURNS)
     hand_over(handover, (0, 0, 0, 0, 0, 0), 1)
-    leave(TURNS, total_programs)
+    if is_last:
+        leave(TURNS, 2, 2 * gl.num_programs(0))
 
 
 @gluon.jit
@@ -59,28 +63,30 @@ def _load_page_ids(
 @gluon.jit
 def _copy_tile(
     cache, pages, tile, column, rows_per_page, full, empty, freed, buffer,
-    PAGE_SIZE: gl.constexpr, TILE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr, BOX: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of one tile, once its buffer is free."""
     mbarrier.wait(empty, freed)
     mbarrier.expect(full, TILE * HEAD_DIM * 2)
     for j in gl.static_range(TILE // BOX):
         row = pages[j] * rows_per_page + (tile * TILE + j * BOX) % PAGE_SIZE
-        copy_box(cache, [row, column], full, buffer.slice(j * BOX, BOX, 0))
+        copy_box(cache, [row, column], full, buffer.slice(FROM + j * BOX, BOX, 0))
 
 
 @gluon.jit
 def bring_tiles(
     k_pages, v_pages, page_ids, begin, end, first, kv_len, column, k_rows_per_page,
     v_rows_per_page, rings, count,
-    PAGE_SIZE: gl.constexpr, TILE: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings with tiles `[begin, end)` of a request, the last first; return their count.
+    """Fill the rings with tiles `[begin, end)` of a request, the last first; return the new count.
 
-    Only keys of `[first, kv_len)` are the request's; `count` is of the tiles before these.
+    Only keys of `[first, kv_len)` are the request's; `count` is of the tiles before these. Tiles
+    begin at row `FROM` of their slots.
     """
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    BOX: gl.constexpr = PAGE_SIZE if PAGE_SIZE < TILE else TILE
     pages = _load_page_ids(page_ids, first, kv_len, end - 1, PAGE_SIZE, TILE, BOX)
     for back in range(0, end - begin):
         tile = end - 1 - back
@@ -88,7 +94,7 @@ def bring_tiles(
         freed = ((count // STAGES) & 1) ^ 1
         _copy_tile(
             k_pages, pages, tile, column, k_rows_per_page, k_full.index(slot),
-            k_empty.index(slot), freed, k_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
+            k_empty.index(slot), freed, k_ring.index(slot), PAGE_SIZE, FROM, TILE, BOX, HEAD_DIM,
         )  # fmt: skip
         # after the last tile its own once more: there may be no page before it
         following = _load_page_ids(
@@ -96,7 +102,7 @@ def bring_tiles(
         )
         _copy_tile(
             v_pages, pages, tile, column, v_rows_per_page, v_full.index(slot),
-            v_empty.index(slot), freed, v_ring.index(slot), PAGE_SIZE, TILE, BOX, HEAD_DIM,
+            v_empty.index(slot), freed, v_ring.index(slot), PAGE_SIZE, FROM, TILE, BOX, HEAD_DIM,
         )  # fmt: skip
         pages = following
         count += 1
@@ -107,10 +113,10 @@ def bring_tiles(
 def produce(
     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride, v_page_stride,
     v_token_stride, rings, handover,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings with the tiles of every unit of this program."""
+    """Fill the rings with the tiles of every block that this program takes."""
     # a token is a row, so these are few, however far pages are apart
     k_rows_per_page = (k_page_stride // k_token_stride).to(gl.int32)
     v_rows_per_page = (v_page_stride // v_token_stride).to(gl.int32)
@@ -125,7 +131,7 @@ def produce(
         count = bring_tiles(
             k_pages, v_pages, KV_INDICES + page_begin, begin, end, first, kv_len,
             kv_head * HEAD_DIM, k_rows_per_page, v_rows_per_page, rings, count,
-            PAGE_SIZE, TILE, HEAD_DIM, STAGES,
+            PAGE_SIZE, BOX, 0, TILE, HEAD_DIM, STAGES,
         )  # fmt: skip
         turn += 1
         block, kv_head, _qo_begin, qo_len, kv_len, page_begin = receive(handover, turn, FIELDS, 1)

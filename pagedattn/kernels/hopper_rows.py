@@ -70,10 +70,19 @@ def _add_scores(
 
 
 @gluon.jit
+def part_of(ring, slot, FROM: gl.constexpr, TILE: gl.constexpr):
+    """The rows of a slot of a ring that hold a tile, from row `FROM` on."""
+    if ring.shape[1] == TILE:
+        return ring.index(slot)
+    else:
+        return ring.index(slot).slice(FROM, TILE, 0)
+
+
+@gluon.jit
 def _sweep(
     m, l, acc, weights, count, after, until, position, kv_len, window_left,
     score_scale, cap, q_buffer, rings,
-    TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles below `after`, down to `until`, into the running state.
@@ -91,10 +100,11 @@ def _sweep(
         slot = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        k = k_ring.index(slot).permute((1, 0))
+        k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
         s = warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_slot), v_phase)
-        acc_next = warpgroup_mma(weights, v_ring.index(v_slot), acc, is_async=True)
+        v = part_of(v_ring, v_slot, FROM, TILE)
+        acc_next = warpgroup_mma(weights, v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(slot), count=1)
         p, rescale, m, l = _add_scores(
@@ -119,12 +129,12 @@ def _sweep(
 def attend(
     q_buffer, rings, count, begin, left, right, end, position, owned_from, kv_len, window_left,
     score_scale, cap,
-    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows over tiles `[begin, end)`, of which all see `[left, right)` whole.
 
-    `count` is of the tiles in the rings before these.
+    `count` is of the tiles in the rings before these; each is from row `FROM` on in its slot.
 
     Returns:
         m, l, and acc, whose last product is yet to be waited for; the slot of its values; `count`.
@@ -141,7 +151,7 @@ def attend(
     slot = count % STAGES
     phase = (count // STAGES) & 1
     mbarrier.wait(k_full.index(slot), phase)
-    k = k_ring.index(slot).permute((1, 0))
+    k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
     s = warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(slot), count=1)
@@ -152,31 +162,33 @@ def attend(
     weights = gl.convert_layout(p.to(q_buffer.dtype), P)
     if end * TILE > kv_len:
         mbarrier.wait(v_full.index(slot), phase)
-        _zero_foreign_rows(v_ring.index(slot), (end - 1) * TILE, owned_from, kv_len, TILE)
+        v = part_of(v_ring, slot, FROM, TILE)
+        _zero_foreign_rows(v, (end - 1) * TILE, owned_from, kv_len, TILE)
 
     # edge tiles, whole tiles, and the window's edge tiles
     m, l, acc, weights, count = _sweep(
         m, l, acc, weights, count, end - 1, right, position, kv_len, window_left, score_scale,
-        cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
+        cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
     )  # fmt: skip
     m, l, acc, weights, count = _sweep(
         m, l, acc, weights, count, right, left, position, kv_len, window_left, score_scale,
-        cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, False,
+        cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, False,
     )  # fmt: skip
     if HAS_WINDOW:
         m, l, acc, weights, count = _sweep(
             m, l, acc, weights, count, left, begin, position, kv_len, window_left, score_scale,
-            cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
+            cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
         )  # fmt: skip
 
     slot = count % STAGES
     phase = (count // STAGES) & 1
     count += 1
     mbarrier.wait(v_full.index(slot), phase)
+    v = part_of(v_ring, slot, FROM, TILE)
     if HAS_WINDOW:
         if begin * TILE < owned_from:
-            _zero_foreign_rows(v_ring.index(slot), begin * TILE, owned_from, kv_len, TILE)
-    acc_next = warpgroup_mma(weights, v_ring.index(slot), acc, is_async=True)
+            _zero_foreign_rows(v, begin * TILE, owned_from, kv_len, TILE)
+    acc_next = warpgroup_mma(weights, v, acc, is_async=True)
     return m, l, acc_next, slot, count
 
 

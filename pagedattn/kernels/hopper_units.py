@@ -21,11 +21,12 @@ def next_unit(TURNS):
 
 
 @gluon.jit
-def leave(TURNS, total_programs):
-    """Count the programs that found no more units; the last of them resets the counters."""
-    if gl.atomic_add(TURNS + 1, 1) == total_programs - 1:
+def leave(TURNS, count, total):
+    """Count `count` of those who take no more, `total` in all; the last resets the counters."""
+    if gl.atomic_add(TURNS + 1, count) == total - count:
         gl.store(TURNS, 0)
         gl.store(TURNS + 1, 0)
+        gl.store(TURNS + 2, 0)
 
 
 @gluon.jit
@@ -130,3 +131,11 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=ARRIVALS)
     return made
+
+
+@gluon.jit
+def cells_of(FIELDS: gl.constexpr):
+    """Shared memory through which one partition tells others so many numbers."""
+    return gl.allocate_shared_memory(
+        gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )

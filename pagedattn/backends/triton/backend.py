@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from pagedattn.backends.triton.tiles import (
     Tiles,
     choose_hopper_tiles,
     choose_kinds,
-    choose_short_hopper_tiles,
 )
 from pagedattn.capacity import Capacity
 from pagedattn.kernels import gluon_names
@@ -72,27 +71,25 @@ class TritonBackend:
         self.capacity = capacity
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
-        short_hopper_tiles = choose_short_hopper_tiles(spec, page_size, facts, batch_invariant)
-        kinds = choose_kinds(spec, facts, capacity, batch_invariant, short_hopper_tiles)
+        hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
+        has_boxes = hopper_tiles is not None and hopper_tiles.has_boxes
+        kinds = choose_kinds(
+            spec, facts, capacity, batch_invariant, hopper_tiles if has_boxes else None
+        )
         self.tiles = kinds[0]
         self._may_have_long = capacity is None or (
             capacity.max_tokens * spec.group_size > self.tiles.max_short_rows
         )
-        self._short_hopper = None
-        if short_hopper_tiles is not None:
-            # not at the top: where it is not chosen, Gluon may be missing
-            from pagedattn.backends.triton.short_hopper import ShortHopper
-
-            self._short_hopper = ShortHopper(
-                spec, page_size, short_hopper_tiles, batch_invariant, device
-            )
-        self._long_hopper = None
-        hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
+        self._hopper = None
         if hopper_tiles is not None:
-            from pagedattn.backends.triton.long_hopper import LongHopper
+            # not at the top: where it is not chosen, Gluon may be missing
+            from pagedattn.backends.triton.hopper import Hopper
 
-            self._long_hopper = LongHopper(spec, page_size, hopper_tiles, device)
-            self._side_by_side = SideBySide(device, self.tiles.programs)
+            self._hopper = Hopper(
+                spec, page_size, hopper_tiles, self.tiles.short.rows, batch_invariant, device
+            )
+            share = self.tiles.long_share
+            self._side_by_side = SideBySide(device, share, self.tiles.programs - share)
         self._make_launches(kinds)
         self._num_rows = 0
         self._size = StepSize(1, 0, 0) if capacity is None else StepSize.of_capacity(capacity)
@@ -160,32 +157,32 @@ class TritonBackend:
         return self._buffers.slots[: self._num_rows]
 
     def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
-        """Launch the kernel of each list that is not empty."""
+        """Launch the kernel of each list that is not empty; the Gluon kernel has both."""
+        if not (self._has_short or self._has_long):
+            return
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
         strides = (q.stride(0), out.stride(0), *layer.page_strides)
         arguments = self._bindings.of_layer(strides)
-        with_lse, hopper = lse is not None, self._long_hopper
-        launch_short = self._prepare_short(with_lse, layer, arguments.short)
-        if self._has_long and hopper and (maps := hopper.maps.of(layer)):
-            launch_long = hopper.prepare(maps, with_lse, layer, arguments.long_hopper)
-            if self._has_short:
-                self._side_by_side.run(launch_short, launch_long)
+        with_lse, hopper = lse is not None, self._hopper
+        launch_short = partial(
+            self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
+            layer, arguments.short,
+        )  # fmt: skip
+        if hopper and (maps := hopper.maps.of(layer)):
+            launch = hopper.prepare(maps, with_lse, layer, arguments.hopper)
+            if not hopper.gathers(maps):
+                launch(self.tiles.programs)
+            elif not self._has_long:
+                launch_short()
+            elif not self._has_short:
+                launch(self.tiles.programs)
             else:
-                launch_long(self.tiles.programs)
+                self._side_by_side.run(launch_short, launch)
             return
         if self._has_short:
             launch_short()
         if self._has_long:
             self._long[with_lse](self.tiles.long_programs, layer, arguments.long)
-
-    def _prepare_short(
-        self, with_lse: bool, layer: LayerPointers, arguments: Pointers
-    ) -> Callable[[], None]:
-        """Return what launches the kernel for short queries."""
-        grid, hopper = self.tiles.short_chunks * self.spec.num_kv_heads, self._short_hopper
-        if hopper and (maps := hopper.maps.of(layer)):
-            return partial(hopper.launch, grid, maps, with_lse, layer, arguments)
-        return partial(self._short.launches[with_lse], grid, layer, arguments)
 
     def _make_lists(self, qo_lens: np.ndarray) -> int:
         """Say whether the short and the long list will have entries; return the longest short."""

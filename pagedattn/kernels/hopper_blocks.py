@@ -1,7 +1,4 @@
-"""The two warpgroups that compute in the Gluon kernel for long queries: see `long_hopper.py`.
-
-Each takes half of a block's rows.
-"""
+"""Long queries in the Gluon kernel: its two consumers take half of a block's rows each."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,14 +14,14 @@ from pagedattn.kernels.masks import first_key
 
 
 @gluon.jit
-def consume(
+def consume_blocks(
     Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap,
     q_stride, out_stride, q_buffers, rings, handover,
     WARPGROUP: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Compute half of the rows of every unit of this program."""
+    """Compute half of the rows of every block that this program takes."""
     _k_ring, _k_full, _k_empty, _v_ring, _v_full, v_empty = rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     q_buffer = q_buffers.index(WARPGROUP)
@@ -44,7 +41,7 @@ def consume(
         m, l, acc_next, slot, count = attend(
             q_buffer, rings, count, begin, left, right, end, position, owned_from, kv_len,
             window_left, score_scale, cap,
-            HEAD_DIM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP,
+            HEAD_DIM, 0, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP,
         )  # fmt: skip
         this_row, this_head, this_begin, this_len = first_row, kv_head, qo_begin, qo_len
         # the next unit's rows arrive while this one's last product is made and its rows are stored
