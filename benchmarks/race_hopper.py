@@ -35,11 +35,13 @@ def share(part: int) -> Callable[[], None]:
     return lambda: setattr(tiles, "LONG_SHARE", part / 132)
 
 
-def ring(tile: int, num_stages: int) -> Callable[[], None]:
+def ring(tile: int, num_stages: int, num_q_stages: int) -> Callable[[], None]:
     """Other tiles; `tile` is that of long queries."""
 
     def chosen(*arguments: object) -> object:
-        return replace(choose(*arguments), tile=tile, num_stages=num_stages)
+        return replace(
+            choose(*arguments), tile=tile, num_stages=num_stages, num_q_stages=num_q_stages
+        )
 
     return lambda: setattr(backend, "choose_hopper_tiles", chosen)
 
@@ -62,7 +64,8 @@ VARIANTS = {
     "84 programs": (share(84), MIXED),
     "48 programs": (share(48), MIXED),
     "2 chunks a consumer": (chunks(2), DECODE + MIXED),
-    "tiles of 64, 6 stages": (ring(64, 6), DECODE),
+    "one block's rows, 3 stages": (ring(128, 3, 1), ALL),
+    "tiles of 64, 6 stages": (ring(64, 6, 1), DECODE),
 }
 THEIRS = "flashinfer-decode", "flashinfer-fa2", "flashinfer-fa3", "flashinfer-batch-attention"
 
