@@ -67,7 +67,6 @@ class Program:
         self.copies: list[Callable[[], None]] = []
         self.turn = threading.Condition()
         self.waiting: dict[int, Callable[[], bool] | None] = {}  # of the partitions that live
-        self.running = 0
         self.error: BaseException | None = None
 
     def specialize(self, partitions: list, _warps: list, _registers: list) -> None:
@@ -76,6 +75,7 @@ class Program:
             for number, each in enumerate(partitions)
         ]
         self.waiting = dict.fromkeys(range(len(threads)))
+        self.running = 0
         for thread in threads:
             thread.start()
         for thread in threads:
