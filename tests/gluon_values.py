@@ -33,9 +33,6 @@ class Value:
     def __index__(self) -> int:
         return int(self.data)
 
-    def __neg__(self) -> Value:
-        return Value(-self.data)
-
 
 def wrapped(value: Any) -> torch.Tensor:
     if isinstance(value, Value):
@@ -108,10 +105,9 @@ class Pointer:
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
     offset, live = pointer.places(mask)
-    values = pointer.memory[torch.where(live, offset, 0)] if len(pointer.memory) else None
-    if values is None:
-        values = torch.zeros(offset.shape, dtype=pointer.memory.dtype)
-    return Value(torch.where(live, values, torch.tensor(other, dtype=values.dtype)))
+    values = torch.full(offset.shape, other, dtype=pointer.memory.dtype)
+    values[live] = pointer.memory[offset[live]]
+    return Value(values)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
