@@ -23,7 +23,12 @@ from pagedattn.backends.triton.arguments import (
     kernel_constants,
     tile_constants,
 )
-from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, choose_tiles
+from pagedattn.backends.triton.tiles import (
+    DeviceFacts,
+    choose_hopper_tiles,
+    choose_kinds,
+    choose_tiles,
+)
 from pagedattn.kernels import gluon_names
 from pagedattn.kernels.ingest import ingest_table
 from pagedattn.kernels.long import long_attention
@@ -42,7 +47,7 @@ def cuobjdump() -> str:
 
 
 def local_accesses_in_product_loops(sass: str) -> int:
-    """Loads and stores of spilled registers in the innermost loops that hold wgmma products."""
+    """Loads and stores of spilled registers in any innermost loop that holds wgmma products."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d\s+)?(\S+)([^;]*);", sass)
     at = {int(address, 16): i for i, (address, _, _) in enumerate(lines)}
     names = [name for _, name, _ in lines]
@@ -61,7 +66,7 @@ def local_accesses_in_product_loops(sass: str) -> int:
         if not any(body != outer and set(body) <= set(outer) for body in loops)
     ]
     assert inner, "no loop of products was found"
-    return sum(names[j].startswith(("LDL", "STL")) for body in inner for j in body)
+    return max(sum(names[j].startswith(("LDL", "STL")) for j in body) for body in inner)
 
 
 def announcements(ptx: str) -> list[list[str]]:
@@ -170,7 +175,7 @@ def compile_case(case: dict) -> dict:
     fields["dtype"] = getattr(torch, fields.get("dtype", "bfloat16"))
     spec = AttentionSpec(**fields)
     facts = DeviceFacts(132, compute_capability=(9, 0), missing_gluon=gluon_names.MISSING)
-    if case["kernel"] == "long hopper":
+    if case["kernel"] == "hopper":
         return compile_hopper(spec, case, facts)
     tiles = choose_tiles(spec, facts, case.get("block_rows", 16))
     if case["kernel"] == "plan":
@@ -198,25 +203,27 @@ def compile_case(case: dict) -> dict:
 
 
 def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
-    """Compile the Gluon kernel as `LongHopper` would launch it."""
+    """Compile the Gluon kernel as `Hopper` would launch it."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from pagedattn.backends.triton.long_hopper import MAX_REGISTERS, NUM_WARPS, LongHopper
-    from pagedattn.kernels.long_hopper import long_attention_hopper
+    from pagedattn.backends.triton.hopper import MAX_REGISTERS, NUM_WARPS, Hopper
+    from pagedattn.kernels.hopper import attention_hopper
 
     tiles = choose_hopper_tiles(spec, case["page_size"], facts)
-    launcher = LongHopper(spec, case["page_size"], tiles, torch.device("cpu"))
+    invariant = case.get("batch_invariant", False)
+    rows = choose_kinds(spec, facts, None, invariant, tiles)[0].short.rows
+    launcher = Hopper(spec, case["page_size"], tiles, rows, invariant, torch.device("cpu"))
     map_type, gather = "", case.get("gather", not tiles.has_boxes)
     if not gather:
-        rows, columns = launcher.box
-        map_type = f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.layout!r}>"
+        rows, columns = launcher.maps.box
+        map_type = f"tensordesc<{TYPES[spec.dtype]}[{rows},{columns}],{launcher.maps.layout!r}>"
     answer = compile_sm90(
-        long_attention_hopper, spec.dtype,
+        attention_hopper, spec.dtype,
         {**launcher.constants, "WITH_LSE": case.get("with_lse", False), "GATHER": gather},
         map_type, GluonASTSource, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
-    return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}
+    return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages, tiles.num_q_stages)}
 
 
 if __name__ == "__main__":

@@ -142,12 +142,16 @@ def init(cell: Shared, count: int) -> None:
     LOCAL.program.barriers[cell.data.data_ptr()] = Barrier(count)
 
 
-def wait(cell: Shared, phase: Any) -> None:
+def wait(cell: Shared, phase: Any, pred: Any = True) -> None:
+    if not pred:
+        return
     barrier, phase = barrier_of(cell), int(phase)
     LOCAL.program.switch(lambda: barrier.phase != phase)
 
 
-def arrive(cell: Shared, count: int = 1) -> None:
+def arrive(cell: Shared, count: int = 1, pred: Any = True) -> None:
+    if not pred:
+        return
     barrier_of(cell).change(arrivals=count)
     LOCAL.program.switch()
 

@@ -112,7 +112,7 @@ def use(monkeypatch: Any, num_sms: int, fault: tuple[str, str] | None = None) ->
     Returns:
         Of each kernel, how often it was launched since.
     """
-    from pagedattn.backends.triton import long_hopper
+    from pagedattn.backends.triton import hopper, hopper_maps
     from pagedattn.backends.triton.tiles import DeviceFacts
 
     facts = DeviceFacts(num_sms, compute_capability=(9, 0))
@@ -124,6 +124,6 @@ def use(monkeypatch: Any, num_sms: int, fault: tuple[str, str] | None = None) ->
         return halves
 
     monkeypatch.setattr("pagedattn.backends.triton.backend._device_facts", lambda device: facts)
-    monkeypatch.setattr(long_hopper, "halves_of", noted)
-    monkeypatch.setattr(long_hopper, "Launch", launches.of_kernel)
+    monkeypatch.setattr(hopper_maps, "halves_of", noted)
+    monkeypatch.setattr(hopper, "Launch", launches.of_kernel)
     return launches.counts

@@ -56,26 +56,27 @@ CASES = {
     "long 256": {"kernel": "long", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
 }
 HOPPER = {
-    "long hopper": {"kernel": "long hopper", "page_size": 16, "spec": LLAMA},
-    "long hopper window": {
-        "kernel": "long hopper", "page_size": 64, "spec": LLAMA | {"window_left": 1023},
+    "hopper": {"kernel": "hopper", "page_size": 16, "spec": LLAMA},
+    "hopper window": {
+        "kernel": "hopper", "page_size": 64, "spec": LLAMA | {"window_left": 1023},
         "with_lse": True,
     },
-    "long hopper window cap": {
-        "kernel": "long hopper", "page_size": 16, "spec": LLAMA | WINDOW_AND_CAP, "with_lse": True,
+    "hopper window cap": {
+        "kernel": "hopper", "page_size": 16, "spec": LLAMA | WINDOW_AND_CAP, "with_lse": True,
     },
-    "long hopper 64": {
-        "kernel": "long hopper", "page_size": 256,
+    "hopper 64": {
+        "kernel": "hopper", "page_size": 256,
         "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},
     },
-    "long hopper 256": {
-        "kernel": "long hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256},
+    "hopper 256": {"kernel": "hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
+    "hopper batch-invariant": {
+        "kernel": "hopper", "page_size": 16, "spec": LLAMA, "batch_invariant": True,
     },
 }  # fmt: skip
 GATHER = {
-    "gather": {"kernel": "long hopper", "page_size": 1, "spec": LLAMA, "with_lse": True},
+    "gather": {"kernel": "hopper", "page_size": 1, "spec": LLAMA, "with_lse": True},
     "gather 256 window cap": {
-        "kernel": "long hopper", "page_size": 5, "spec": LLAMA | WINDOW_AND_CAP | {"head_dim": 256},
+        "kernel": "hopper", "page_size": 5, "spec": LLAMA | WINDOW_AND_CAP | {"head_dim": 256},
     },
 }  # fmt: skip
 HOPPER |= GATHER
@@ -98,10 +99,12 @@ def compiled() -> dict[str, dict]:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_spills_and_shared_memory_suffices(compiled, name):
     if name in HOPPER:
-        # what the partitions share, like the thread's number, may wait in memory between units
-        assert compiled[name]["local_accesses_in_loops"] == 0, compiled[name]
-        most = 192 if HOPPER[name]["spec"]["head_dim"] == 256 else 64
-        assert compiled[name]["stack_bytes"] <= most, compiled[name]
+        # what the partitions share, like the thread's number, may wait in memory between units;
+        # Triton 3.9 reads two such numbers, of heads of 256 up to 15, in loops of 300 to 700
+        # instructions, and 3.6 none
+        is_256 = HOPPER[name]["spec"]["head_dim"] == 256
+        assert compiled[name]["local_accesses_in_loops"] <= (16 if is_256 else 2), compiled[name]
+        assert compiled[name]["stack_bytes"] <= (320 if is_256 else 128), compiled[name]
     else:
         # Triton 3.9 keeps a few addresses there, and reads none in the loop over tiles
         most = {"short 64 rows window cap": 8, "short 256 32 rows": 16}.get(name, 0)
@@ -117,34 +120,37 @@ def test_products_run_on_the_tensor_cores(compiled, name):
 @pytest.mark.parametrize("name", HOPPER)
 def test_the_gluon_kernel_has_two_rings_as_deep_as_meant(compiled, name):
     spec = HOPPER[name]["spec"]
-    head_dim, tile, num_stages = spec["head_dim"], *compiled[name]["hopper_tiles"]
+    head_dim, tile, num_stages, q_stages = spec["head_dim"], *compiled[name]["hopper_tiles"]
     # beside the rows of two consumers; barriers and what units are told by are small
-    tiles_bytes = (128 + 2 * num_stages * tile) * head_dim * 2
-    assert 0 <= compiled[name]["shared_bytes"] - tiles_bytes < 1024
-    # two consumers: the first tile's scores, edge and whole tiles, with a window its edge, and
-    # the last tile's values
+    tiles_bytes = (128 * q_stages + 2 * num_stages * tile) * head_dim * 2
+    assert 0 <= compiled[name]["shared_bytes"] - tiles_bytes < 2048
+    # of two consumers: the first tile's scores, edge and whole tiles, with a window its edge, and
+    # the last tile's values; of long queries, and of short ones, whose tiles are half as wide
     sweeps = 3 if "window_left" in spec else 2
-    assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * (head_dim // 16 + tile // 16)
+    tiles = [tile] if name in GATHER else [tile, tile // 2]
+    products = sum(head_dim // 16 + tile // 16 for tile in tiles)
+    # a block's first scores are begun before its turn, or before the first turn
+    assert compiled[name]["wgmma"] == 2 * (1 + sweeps) * products + 2 * head_dim // 16
 
 
 @pytest.mark.parametrize("name", HOPPER)
 def test_the_copy_engine_brings_a_page_at_once_or_each_thread_16_bytes(compiled, name):
-    tile, _ = compiled[name]["hopper_tiles"]
+    tile, *_ = compiled[name]["hopper_tiles"]
     head_dim, page_size = HOPPER[name]["spec"]["head_dim"], HOPPER[name]["page_size"]
-    pieces = 0
     if name in GATHER:
-        boxes, pieces = 0, 2 * tile * head_dim * 2 // 16
+        boxes, threads, rows = 0, 128, 128 + 2 * tile
     else:
-        # at most 128 bytes wide, and of one page; K, and V
-        boxes = 2 * max(tile // page_size, 1) * head_dim // 64
+        # at most 128 bytes wide, and of one page; K and V, of a long tile and two short ones
+        boxes = 2 * 2 * max(tile // page_size, 2) * head_dim // 64
+        threads, rows = 32, 128
     assert compiled[name]["boxes"] == boxes
-    assert compiled[name]["copies"] * 128 == pieces
+    assert compiled[name]["copies"] * threads == rows * head_dim * 2 // 16
 
 
 @pytest.mark.parametrize("name", GATHER)
 def test_the_tensor_cores_are_told_of_copies_that_all_threads_made_visible(compiled, name):
-    # of a tile's K, and V, once the next is under way; and of the last's
-    assert len(compiled[name]["announcements"]) == 4
+    # of queries; of a tile's K, and V, once the next is under way; and of the last's
+    assert len(compiled[name]["announcements"]) == 5
     for steps in compiled[name]["announcements"]:
         *_, arrival = steps
         assert arrival == "arrive"

@@ -44,11 +44,12 @@ def attend(step: Step, **options: object) -> AttentionOutput:
 
 @given(
     batch=batches(specs=specs(head_dims=(64, 128), dtypes=HALVES, max_qo_heads=8), max_kv_len=700),
+    batch_invariant=st.booleans(),
     with_capacity=st.booleans(),
 )
-def test_drawn_steps_are_within_the_bound_of_float64(batch, with_capacity):
+def test_drawn_steps_are_within_the_bound_of_float64(batch, batch_invariant, with_capacity):
     step = batch.materialise("cpu")
-    options = {}
+    options: dict[str, object] = {"batch_invariant": batch_invariant}
     if with_capacity:
         options["capacity"] = Capacity(
             len(batch.kv_lens) + 1, len(step.q) + 70, step.page_table.kv_indices.numel() + 1
@@ -59,23 +60,43 @@ def test_drawn_steps_are_within_the_bound_of_float64(batch, with_capacity):
     assert comparison.ok, comparison.worst
 
 
-def outcome(page_size: int, fault: tuple[str, str] | None = None) -> str:
-    """What becomes of a step with prompts, one of them behind a context, and a window."""
-    spec = AttentionSpec(4, 2, 64, dtype=torch.float16, window_left=300)
-    step = batch_of(spec, page_size, [700, 90, 500], [700, 90, 200]).materialise("cpu")
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "dtype": torch.float16}
+# prompts, one of them behind a context; requests that decode, two of them in several pieces; both
+STEPS = {
+    "long": (HEADS | {"head_dim": 64, "window_left": 300}, [700, 90, 500], [700, 90, 200]),
+    "short": (
+        HEADS | {"head_dim": 128, "window_left": 1200}, [1900, 90, 800, 64, 0], [1, 3, 8, 1, 2],
+    ),
+    "both": (HEADS | {"head_dim": 128}, [1900, 90, 300, 64, 400], [1, 3, 300, 1, 50]),
+}  # fmt: skip
+
+
+def outcome(name: str, page_size: int, fault: tuple[str, str] | None = None) -> str:
+    """What becomes of a step of `STEPS`."""
+    fields, kv_lens, qo_lens = STEPS[name]
+    step = batch_of(AttentionSpec(**fields), page_size, kv_lens, qo_lens).materialise("cpu")
     with pytest.MonkeyPatch.context() as patch:
         counts = gluon_on_cpu.use(patch, NUM_SMS, fault)
         try:
             comparison = check_backend("triton", step, attend=attend)
         except (AssertionError, Deadlock, NotAwaited) as error:
             return str(error).splitlines()[0]
-    assert counts["long_attention_hopper"] == 2
+    assert counts == {"attention_hopper": 2}
     return "right" if comparison.ok else "wrong"
 
 
-@pytest.mark.parametrize("page_size", [16, 5])
-def test_a_step_without_a_fault_is_right(page_size):
-    assert outcome(page_size) == "right"
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("long", 16), ("long", 5), ("short", 16), ("both", 16)]
+)
+def test_a_step_without_a_fault_is_right(name, page_size):
+    assert outcome(name, page_size) == "right"
+
+
+def test_where_no_request_has_a_query_nothing_is_launched(monkeypatch):
+    counts = gluon_on_cpu.use(monkeypatch, NUM_SMS)
+    step = batch_of(AttentionSpec(4, 2, 64), 16, [40, 0], [0, 0]).materialise("cpu")
+    attend(step)
+    assert not counts
 
 
 LAST_WAIT = """acc, weights, m, l, rescale = warpgroup_mma_wait(
@@ -85,7 +106,7 @@ LAST_WAIT = """acc, weights, m, l, rescale = warpgroup_mma_wait(
 GIVE_BACK = "        mbarrier.arrive(v_empty.index(v_slot), count=1)\n"
 FAULTS = {
     "values are not awaited": (
-        "mbarrier.wait(v_full.index(v_slot), v_phase)\n        acc_next", "acc_next",
+        "mbarrier.wait(v_full.index(v_slot), v_phase)\n        v = ", "v = ",
         "wrong|two runs differ",
     ),
     "values are given back before they are used": (
@@ -96,21 +117,51 @@ FAULTS = {
     "a ring is awaited in the wrong phase": (
         "(count // STAGES) & 1) ^ 1", "(count // STAGES) & 1)", "every partition waits",
     ),
-    "the tail is not zeroed": ("if end * TILE > kv_len:", "if end * TILE < 0:", "wrong"),
     "units do not wait for room": (
         "mbarrier.wait(empty.index(0), (turn & 1) ^ 1)", "pass",
-        "wrong|every partition waits|more arrivals",
+        "wrong|every partition waits|more arrivals|the program ends",
     ),
-    "turns are not reset": ("gl.store(TURNS, 0)", "pass", "two runs differ"),
+    "the tail is not zeroed": ("if end * TILE > kv_len:", "if end * TILE < 0:", "wrong"),
+}  # fmt: skip
+FAULTS_OF = {
+    "long": {"turns are not reset": ("gl.store(TURNS, 0)", "pass", "two runs differ")},
+    "both": {
+        "turns are not reset": ("gl.store(TURNS + 2, 0)", "pass", "two runs differ"),
+        "a kind of work is left out": ("range(0, 2)", "range(0, 1)", "two runs differ|wrong"),
+        "a chunk is computed twice": (
+            "first_program) + CONSUMER", "first_program) + CONSUMER + 1", "two runs differ|wrong",
+        ),
+    },
+    "short": {
+        "arrivals are not reset": ("gl.store(COUNTER, 0)", "pass", "two runs differ"),
+        "a piece is not merged": ("(piece < num_pieces)", "(piece < num_pieces - 1)", "wrong"),
+        "a piece is merged twice": ("(piece - 1) * step", "0 * step", "wrong"),
+        "a piece's slot is the next one's": (
+            "PIECE_ML, slot, end_row", "PIECE_ML, slot + step, end_row", "wrong|two runs differ",
+        ),
+        "a chunk ends a tile early": (
+            "end = gl.minimum(chunk_end - block_begin", "end = gl.minimum(chunk_end - 1 - "
+            "block_begin", "wrong|every partition waits|two runs differ",
+        ),
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_caught(name):
-    old, new, expected = FAULTS[name]
-    assert re.match(expected, outcome(16, (old, new)))
+@pytest.mark.parametrize("name", FAULTS_OF)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(name, fault):
+    old, new, expected = FAULTS[fault]
+    assert re.match(expected, outcome(name, 16, (old, new)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, f) for name in FAULTS_OF for f in FAULTS_OF[name]]
+)
+def test_a_planted_fault_of_one_kernel_is_caught(name, fault):
+    old, new, expected = FAULTS_OF[name][fault]
+    assert re.match(expected, outcome(name, 16, (old, new)))
 
 
 def test_rows_that_are_told_of_too_early_are_caught():
     fault = "async_copy.wait_group(LATER)", "async_copy.wait_group(LATER + 1)"
-    assert re.match("wrong|two runs differ", outcome(5, fault))
+    assert re.match("wrong|two runs differ", outcome("long", 5, fault))

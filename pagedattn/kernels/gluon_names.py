@@ -11,7 +11,7 @@ from typing import Any
 _LANGUAGE = "triton.experimental.gluon.language"
 _AMPERE = "triton.experimental.gluon.language.nvidia.ampere.async_copy"
 _HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
-# module -> what `long_hopper.py` and the files of its parts use of it
+# module -> what `hopper.py` and the files of its parts use of it
 _USED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
@@ -54,7 +54,7 @@ def _missing_names() -> list[str]:
 
 
 MISSING = tuple(_missing_names())
-"""Names that this Triton's Gluon lacks; empty where `long_hopper.py` can be imported."""
+"""Names that this Triton's Gluon lacks; empty where `hopper.py` can be imported."""
 
 
 def _newest(module_name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Units of the Gluon kernel for long queries: who takes which, what of them is where.
+"""Units of the Gluon kernels: who takes which, what of them is where.
 
-A unit is a block of 128 rows of one KV head. One partition of each program takes units from a
-counter and tells the others, through a few cells in shared memory, which one comes next.
+One partition of each program tells the others, through a few cells in shared memory, which one
+comes next. For long queries a unit is a block of 128 rows of one KV head, taken from a counter.
 """
 
 from triton.experimental import gluon
@@ -21,11 +21,12 @@ def next_unit(TURNS):
 
 
 @gluon.jit
-def leave(TURNS, total_programs):
-    """Count the programs that found no more units; the last of them resets the counters."""
-    if gl.atomic_add(TURNS + 1, 1) == total_programs - 1:
+def leave(TURNS, count, total):
+    """Count `count` of those who take no more, `total` in all; the last resets the counters."""
+    if gl.atomic_add(TURNS + 1, count) == total - count:
         gl.store(TURNS, 0)
         gl.store(TURNS + 1, 0)
+        gl.store(TURNS + 2, 0)
 
 
 @gluon.jit
@@ -66,36 +67,24 @@ def wait_for_room(handover, turn):
 
 
 @gluon.jit
-def hand_over(
-    handover, block, kv_head, qo_begin, qo_len, kv_len, page_begin, WARPS: gl.constexpr
-):  # fmt: skip
-    """Tell the other partitions the unit of this turn, for which there must be room.
-
-    Where none is left, it has no queries.
-    """
+def hand_over(handover, unit, WARPS: gl.constexpr):
+    """Tell the other partitions the numbers of this turn's unit, for which there must be room."""
     cells, full, _empty = handover
-    _put(cells.index(0), block, WARPS)
-    _put(cells.index(1), kv_head, WARPS)
-    _put(cells.index(2), qo_begin, WARPS)
-    _put(cells.index(3), qo_len, WARPS)
-    _put(cells.index(4), kv_len, WARPS)
-    _put(cells.index(5), page_begin, WARPS)
+    for i in gl.static_range(len(unit)):
+        _put(cells.index(i), unit[i], WARPS)
     mbarrier.arrive(full.index(0), count=1)
 
 
 @gluon.jit
-def receive(handover, turn, WARPS: gl.constexpr):
-    """The unit of this turn, in a partition of so many warps."""
+def receive(handover, turn, FIELDS: gl.constexpr, WARPS: gl.constexpr):
+    """The numbers of this turn's unit, in a partition of so many warps."""
     cells, full, empty = handover
     mbarrier.wait(full.index(0), turn & 1)
-    block = _get(cells.index(0), WARPS)
-    kv_head = _get(cells.index(1), WARPS)
-    qo_begin = _get(cells.index(2), WARPS)
-    qo_len = _get(cells.index(3), WARPS)
-    kv_len = _get(cells.index(4), WARPS)
-    page_begin = _get(cells.index(5), WARPS)
+    unit = ()
+    for i in gl.static_range(FIELDS):
+        unit = unit + (_get(cells.index(i), WARPS),)  # noqa: RUF005
     mbarrier.arrive(empty.index(0), count=1)
-    return block, kv_head, qo_begin, qo_len, kv_len, page_begin
+    return unit
 
 
 @gluon.jit
@@ -113,11 +102,26 @@ def tile_bounds(
     begin = first_key(top, window_left, HAS_WINDOW) // TILE
     end = (end_key(bottom, kv_len, CAUSAL) + TILE - 1) // TILE
     end = gl.maximum(end, begin + 1)
+    left, right = whole_tiles(
+        top, bottom, begin, end, kv_len, window_left, TILE, CAUSAL, HAS_WINDOW
+    )
+    return begin, left, right, end
+
+
+@gluon.jit
+def whole_tiles(
+    top, bottom, begin, end, kv_len, window_left,
+    TILE: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Of tiles `[begin, end)` those that rows from position `top` to `bottom` see whole.
+
+    Never the last, where the consumers begin.
+    """
     left = (first_key(bottom, window_left, HAS_WINDOW) + TILE - 1) // TILE
     right = end_key(top, kv_len, CAUSAL) // TILE
     right = gl.maximum(gl.minimum(right, end - 1), begin)
     left = gl.minimum(gl.maximum(left, begin), right)
-    return begin, left, right, end
+    return left, right
 
 
 @gluon.jit
@@ -127,3 +131,11 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=ARRIVALS)
     return made
+
+
+@gluon.jit
+def cells_of(FIELDS: gl.constexpr):
+    """Shared memory through which one partition tells others so many numbers."""
+    return gl.allocate_shared_memory(
+        gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )

@@ -71,19 +71,25 @@ class TritonBackend:
         self.capacity = capacity
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
-        kinds = choose_kinds(spec, facts, capacity, batch_invariant)
+        hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
+        has_boxes = hopper_tiles is not None and hopper_tiles.has_boxes
+        kinds = choose_kinds(
+            spec, facts, capacity, batch_invariant, hopper_tiles if has_boxes else None
+        )
         self.tiles = kinds[0]
         self._may_have_long = capacity is None or (
             capacity.max_tokens * spec.group_size > self.tiles.max_short_rows
         )
-        self._long_hopper = None
-        hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
+        self._hopper = None
         if hopper_tiles is not None:
             # not at the top: where it is not chosen, Gluon may be missing
-            from pagedattn.backends.triton.long_hopper import LongHopper
+            from pagedattn.backends.triton.hopper import Hopper
 
-            self._long_hopper = LongHopper(spec, page_size, hopper_tiles, device)
-            self._side_by_side = SideBySide(device, self.tiles.programs)
+            self._hopper = Hopper(
+                spec, page_size, hopper_tiles, self.tiles.short.rows, batch_invariant, device
+            )
+            share = self.tiles.long_share
+            self._side_by_side = SideBySide(device, share, self.tiles.programs - share)
         self._make_launches(kinds)
         self._num_rows = 0
         self._size = StepSize(1, 0, 0) if capacity is None else StepSize.of_capacity(capacity)
@@ -151,21 +157,29 @@ class TritonBackend:
         return self._buffers.slots[: self._num_rows]
 
     def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
-        """Launch the kernel of each list that is not empty."""
+        """Launch the kernel of each list that is not empty; the Gluon kernel has both."""
+        if not (self._has_short or self._has_long):
+            return
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
         strides = (q.stride(0), out.stride(0), *layer.page_strides)
         arguments = self._bindings.of_layer(strides)
-        with_lse, hopper = lse is not None, self._long_hopper
+        with_lse, hopper = lse is not None, self._hopper
         launch_short = partial(
             self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
             layer, arguments.short,
         )  # fmt: skip
-        if self._has_long and hopper and (maps := hopper.maps_of(layer)):
-            launch_long = hopper.prepare(maps, with_lse, layer, arguments.long_hopper)
-            if self._has_short:
-                self._side_by_side.run(launch_short, launch_long)
+        # its copies of q are of 16 bytes
+        is_aligned = not layer.addresses[0] % 16 and not q.stride(0) * q.itemsize % 16
+        if hopper and is_aligned and (maps := hopper.maps.of(layer)):
+            launch = hopper.prepare(maps, with_lse, layer, arguments.hopper)
+            if not hopper.gathers(maps):
+                launch(self.tiles.programs)
+            elif not self._has_long:
+                launch_short()
+            elif not self._has_short:
+                launch(self.tiles.programs)
             else:
-                launch_long(self.tiles.programs)
+                self._side_by_side.run(launch_short, launch)
             return
         if self._has_short:
             launch_short()

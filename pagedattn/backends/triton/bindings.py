@@ -23,7 +23,7 @@ class LayerArguments(NamedTuple):
 
     short: Pointers
     long: Pointers
-    long_hopper: Pointers
+    hopper: Pointers
 
 
 class Bindings:
@@ -56,11 +56,15 @@ class Bindings:
             buffers.piece_ends, buffers.piece_acc, buffers.piece_ml, buffers.arrived,
         )  # fmt: skip
         self._long = Pointers.of(*read, buffers.long_units)
-        self._long_hopper = Pointers.of(*read, buffers.long_units, buffers.long_turns)
+        self._hopper = Pointers.of(
+            *read, buffers.short_ends, buffers.short_begin, buffers.short_first,
+            buffers.piece_ends, buffers.long_units, buffers.piece_acc, buffers.piece_ml,
+            buffers.arrived, buffers.turns,
+        )  # fmt: skip
         numbers = (spec.num_kv_heads, window_of(spec))
         self._short_numbers = (*numbers, tiles.min_piece, *score_factors(spec))
         self._long_numbers = (*numbers, *score_factors(spec))
-        self._programs = tiles.programs
+        self._hopper_numbers = (tiles.short_chunks, tiles.long_share, tiles.programs)
         self._of_layers: dict[tuple[int, ...], LayerArguments] = {}
 
     def of_layer(self, strides: tuple[int, ...]) -> LayerArguments:
@@ -80,5 +84,5 @@ class Bindings:
         return LayerArguments(
             self._short.before(*self._short_numbers, *strides),
             self._long.before(*self._long_numbers, *strides),
-            self._long_hopper.before(*self._long_numbers, *strides, self._programs),
+            self._hopper.before(*self._short_numbers, *strides, *self._hopper_numbers),
         )

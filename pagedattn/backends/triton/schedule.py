@@ -78,7 +78,7 @@ class ScheduleBuffers:
     piece_ends: Tensor  # i32[batch + 1]
     long_units: Tensor  # i32[long blocks, 2]
     long_ends: Tensor  # i32[batch + 1]  long blocks before each request: scratch of the plan
-    long_turns: Tensor  # i32[2]  long units taken, programs done; 0 between launches
+    turns: Tensor  # i32[3]  of the Gluon kernel, see there; 0 between launches
     arrived: Tensor  # i32[short chunks * heads, or pieces]  pieces that are there of a block
     slots: Tensor  # i64[rows]  of the new tokens
     piece_acc: Tensor  # f32[rows of all pieces, padded head_dim]
@@ -93,7 +93,7 @@ class ScheduleBuffers:
         kinds: Sequence[Tiles],
         device: torch.device,
     ) -> ScheduleBuffers:
-        """Make buffers: the plan kernel writes all that the others read, but for long_turns.
+        """Make buffers: the plan kernel writes all that the others read, but for turns.
 
         Args:
             size: The largest step.
@@ -123,7 +123,7 @@ class ScheduleBuffers:
             piece_ends=int32(size.batch_size + 1),
             long_units=int32(max_long_blocks(size, spec.group_size, kinds[0]), 2),
             long_ends=int32(size.batch_size + 1),
-            long_turns=int32(2).zero_(),
+            turns=int32(3).zero_(),
             arrived=int32(programs if num_pieces is None else num_pieces),
             slots=torch.empty(size.num_rows, dtype=torch.int64, device=device),
             piece_acc=float32(piece_rows, padded_head_dim(spec.head_dim)),

@@ -18,9 +18,6 @@ from typing import Protocol
 
 import torch
 
-LONG_SHARE = 5 / 11
-"""Of the SMs, where long queries begin: 60 of an H200's 132."""
-
 
 class LaunchLong(Protocol):
     """Launches the kernel for long queries."""
@@ -35,10 +32,11 @@ class SideBySide:
     Args:
         device: Where it runs. On a CPU, where kernels for a GPU are only compiled, there are no
             streams, and the launches follow one another.
-        num_programs: Programs of the kernel for long queries, one an SM.
+        first: Programs of the kernel for long queries that begin at once, one an SM.
+        rest: Those that follow the short kernel.
     """
 
-    def __init__(self, device: torch.device, num_programs: int) -> None:
+    def __init__(self, device: torch.device, first: int, rest: int) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # the more urgent stream: else short programs may take all SMs first
@@ -46,8 +44,7 @@ class SideBySide:
             # Two, for every run: to record one again changes nothing for those who wait already.
             self._begun = torch.Event(device, enable_timing=False)
             self._ended = torch.Event(device, enable_timing=False)
-        self._first = round(num_programs * LONG_SHARE)
-        self._rest = num_programs - self._first
+        self._first, self._rest = first, rest
 
     def run(self, launch_short: Callable[[], None], launch_long: LaunchLong) -> None:
         """Launch both kernels behind the current stream's work; what comes next waits for both.

@@ -20,6 +20,9 @@ of 128, 64 requests of 4k (µs, blocks of 16, 32, 64 rows, FlashInfer's fa2): 4 
 264, 351, 262; 32 rows 512, 273, 364, 282; 64 rows 997, 523, 362, 284.
 """
 
+LONG_SHARE = 5 / 11
+"""Of the programs, which begin with long queries where a step has both kinds: 60 of 132."""
+
 MAX_DRAFT, PROMPT = 8, 256
 """Tokens of a request that decodes, at most, and of a prompt that is worth a kernel.
 
@@ -52,11 +55,17 @@ class KernelTiles:
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """Launch shape of the Gluon kernel for long queries, whose blocks have 128 rows."""
+    """Launch shape of the Gluon kernel, whose blocks of long queries have 128 rows."""
 
-    tile: int  # keys of a tile
+    tile: int  # keys of a tile of long queries
     num_stages: int  # K tiles, and V tiles, in shared memory
-    has_boxes: bool  # the copy engine can bring whole pages; else their rows are gathered
+    num_q_stages: int  # blocks of long queries whose rows are there
+    has_boxes: bool  # the copy engine can bring whole pages; else rows of long queries are gathered
+
+    @property
+    def short_tile(self) -> int:
+        """Keys of a tile of short queries: each of two consumers has half of a ring."""
+        return self.tile // 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class Tiles:
     min_piece: int  # tiles of a piece of a batch-invariant request of one row block, at least
     programs: int  # that are resident at once where an SM has one
     short_chunks: int  # of the line of short work; every KV head has a program for each
+    long_share: int  # programs that begin with long queries where there are both
 
     @property
     def long_programs(self) -> int:
@@ -101,19 +111,28 @@ def block_rows_of(spec: AttentionSpec, num_rows: int) -> int:
     return next(rows for rows in BLOCK_ROWS if rows >= num_rows or rows == highest)
 
 
-def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOCK_ROWS[0]) -> Tiles:
+def choose_tiles(
+    spec: AttentionSpec,
+    facts: DeviceFacts,
+    block_rows: int = BLOCK_ROWS[0],
+    hopper: HopperTiles | None = None,
+) -> Tiles:
     """Pick tiles so that the K and V buffers fit shared memory and the sums fit the registers.
 
     Args:
         spec: The kind of layer.
         facts: Of the device.
-        block_rows: Of the short kernel's blocks, one of `BLOCK_ROWS`.
+        block_rows: Of the blocks of short queries, one of `BLOCK_ROWS`.
+        hopper: Of the Gluon kernel, where it computes short queries too. The plain kernel then has
+            its tiles, for caches that the other cannot reach.
     """
     row_bytes = padded_head_dim(spec.head_dim) * spec.dtype.itemsize
     tile = max(16, min(128, 16384 // row_bytes))
     short = KernelTiles(rows=block_rows, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
     if block_rows > BLOCK_ROWS[1]:  # what more than 32 keys weigh would not fit beside the sums
         short = replace(short, tile=32, num_stages=4)
+    if hopper is not None:
+        short = replace(short, tile=hopper.short_tile, num_stages=3)
     max_short_rows = 64
     if row_bytes <= 256:
         long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
@@ -129,20 +148,38 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOC
         # a handful of programs, one after another, that still split short contexts
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
         return Tiles(
-            short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4
-        )
-    chunks = max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads)
+            short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4,
+            long_share=2,
+        )  # fmt: skip
     least = 4 * tile // short.tile
     return Tiles(
         short, long, max_short_rows, min_chunk=least, min_piece=least, programs=facts.num_sms,
-        short_chunks=chunks,
+        short_chunks=max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads),
+        long_share=round(facts.num_sms * LONG_SHARE),
     )  # fmt: skip
 
 
 def choose_kinds(
-    spec: AttentionSpec, facts: DeviceFacts, capacity: Capacity | None, batch_invariant: bool
+    spec: AttentionSpec,
+    facts: DeviceFacts,
+    capacity: Capacity | None,
+    batch_invariant: bool,
+    hopper: HopperTiles | None = None,
 ) -> list[Tiles]:
-    """Tiles for each height that an object's short blocks may have, the least first."""
+    """Tiles for each height that an object's short blocks may have, the least first.
+
+    Args:
+        spec: The kind of layer.
+        facts: Of the device.
+        capacity: Of the object.
+        batch_invariant: Whether the object is.
+        hopper: Of the Gluon kernel, where it computes short queries too. Its instructions multiply
+            64 rows in any case, so blocks are as high; but pieces of a batch-invariant object's
+            would take four times the memory that they need.
+    """
+    if hopper is not None:
+        rows = BLOCK_ROWS[0] if batch_invariant else BLOCK_ROWS[-1]
+        return [choose_tiles(spec, facts, rows, hopper)]
     if batch_invariant:  # no request's way may depend on the others, or on a capacity
         return [choose_tiles(spec, facts)]
     if capacity is None:
@@ -162,7 +199,7 @@ def _is_for_decoding(capacity: Capacity) -> bool:
 
 
 def hopper_refusals(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
-    """Why long queries do not take the Gluon kernel; [] where they do."""
+    """Why queries do not take the Gluon kernel; [] where they do."""
     reasons = [f"this Triton's Gluon has no {name}" for name in facts.missing_gluon]
     if facts.interpreted:
         reasons.append("Gluon is not interpreted")
@@ -178,17 +215,26 @@ def hopper_refusals(spec: AttentionSpec, facts: DeviceFacts) -> list[str]:
 def choose_hopper_tiles(
     spec: AttentionSpec, page_size: int, facts: DeviceFacts
 ) -> HopperTiles | None:
-    """Tiles of the Gluon kernel for long queries; `None`: `long.py` serves."""
+    """Tiles of the Gluon kernel; `None`: `short.py` and `long.py` serve."""
     if hopper_refusals(spec, facts):
         return None
-    # a box is a whole number of the 8 rows after which the layout of shared memory repeats, and a
-    # tile is a whole number of boxes or a part of a page
-    has_boxes = page_size >= 8 and page_size & (page_size - 1) == 0
+    has_boxes = _has_boxes(page_size)
     if spec.head_dim == 256:
         # all that shared memory holds
-        return HopperTiles(tile=64, num_stages=2, has_boxes=has_boxes)
+        return HopperTiles(tile=64, num_stages=2, num_q_stages=1, has_boxes=has_boxes)
     if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
         # scores, weights and what masks them: too much for the registers beside a wide tile
-        return HopperTiles(tile=64, num_stages=4, has_boxes=has_boxes)
-    # of head_dim 128, three of each and the rows are all of shared memory but 3 KiB
-    return HopperTiles(tile=128, num_stages=3, has_boxes=has_boxes)
+        return HopperTiles(tile=64, num_stages=4, num_q_stages=2, has_boxes=has_boxes)
+    # a third of each, of head_dim 128, would leave no room for a second block's rows
+    return HopperTiles(
+        tile=128, num_stages=256 // spec.head_dim, num_q_stages=2, has_boxes=has_boxes
+    )
+
+
+def _has_boxes(page_size: int) -> bool:
+    """Whether the copy engine can bring pages.
+
+    A box is a whole number of the 8 rows after which the layout of shared memory repeats, and a
+    tile is a whole number of boxes or a part of a page.
+    """
+    return page_size >= 8 and page_size & (page_size - 1) == 0

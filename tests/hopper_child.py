@@ -1,6 +1,6 @@
-"""Compute cases with the Gluon kernel for long queries and say how right it was.
+"""Compute cases with the Gluon kernels and say how right they were.
 
-Run as a program: `python long_hopper_child.py '<json list of cases>'` prints one JSON object for
+Run as a program: `python hopper_child.py '<json list of cases>'` prints one JSON object for
 each case, as soon as it is known. It is a program of its own because a kernel that waits for what
 never comes hangs its process for good; the caller ends it.
 
@@ -8,7 +8,8 @@ A case: spec (fields of AttentionSpec), page_size, kv_lens, qo_lens; and where t
 `batch_of` takes, values, garbage; all_nan: true, where every key and value is NaN and some rows of
 one request see none; strided ("heads", "pages" or "odd"): how the cache lies; graph: true, where
 the run is captured with another step planned and replayed with this one; first_grid: the programs
-of a first launch, where there are two, which share the units.
+of a first launch of the kernel for long queries, where there are two, which share the units;
+options: of the object.
 """
 
 from __future__ import annotations
@@ -76,17 +77,17 @@ def launch_twice(kernel: Any, first_grid: int) -> None:
 def attention(step: Step, plain: bool, first_grid: int = 0, **options: object) -> PagedAttention:
     attn = PagedAttention(step.spec, step.page_size, backend="triton", device="cuda", **options)
     backend = attn._backend
-    assert backend._long_hopper is not None, "the Gluon kernel was not chosen"
+    assert backend._hopper is not None, "the Gluon kernel was not chosen"
     if plain:
-        backend._long_hopper = None
+        backend._hopper = None
     elif first_grid:
-        launch_twice(backend._long_hopper, first_grid)
+        launch_twice(backend._hopper, first_grid)
     return attn
 
 
-def eager(plain: bool, first_grid: int = 0) -> Callable[[Step], AttentionOutput]:
+def eager(plain: bool, first_grid: int = 0, **options: object) -> Callable[[Step], AttentionOutput]:
     def attend(step: Step) -> AttentionOutput:
-        attn = attention(step, plain, first_grid)
+        attn = attention(step, plain, first_grid, **options)
         attn.plan(step.page_table, step.qo_indptr)
         outputs = []
         for _ in range(2):
@@ -97,20 +98,22 @@ def eager(plain: bool, first_grid: int = 0) -> Callable[[Step], AttentionOutput]
             assert torch.equal(first.nan_to_num(7), second.nan_to_num(7)), "two runs differ"
         without_lse = attn.run(step.q, step.kv_cache)
         assert torch.equal(without_lse.nan_to_num(7), outputs[0].out.nan_to_num(7))
-        assert not attn._backend._buffers.long_turns.any(), "turns are not reset"
+        assert not attn._backend._buffers.turns.any(), "turns are not reset"
         return outputs[0]
 
     return attend
 
 
-def replayed(plain: bool, first_grid: int = 0) -> Callable[[Step], AttentionOutput]:
+def replayed(
+    plain: bool, first_grid: int = 0, **options: object
+) -> Callable[[Step], AttentionOutput]:
     """Capture with a step of one token planned; replay with the step planned, and padding rows."""
 
     def attend(step: Step) -> AttentionOutput:
         num_tokens, padding = step.q.shape[0], 300
         num_pages = step.page_table.kv_indices.numel()
         capacity = Capacity(len(step.kv_lens) + 1, num_tokens + padding, num_pages + 2)
-        attn = attention(step, plain, first_grid, capacity=capacity)
+        attn = attention(step, plain, first_grid, capacity=capacity, **options)
         q = torch.cat([step.q, step.q.new_full((padding, *step.q.shape[1:]), torch.nan)])
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
         attn.plan(PageTable.from_lengths([1], step.page_size), torch.tensor([0, 1]).int())
@@ -148,7 +151,8 @@ def check(case: dict) -> dict:
         if case.get("all_nan"):
             answer[name] = check_empty_rows(step, plain)
             continue
-        comparison = check_backend("triton", step, attend=how(plain, case.get("first_grid", 0)))
+        attend = how(plain, case.get("first_grid", 0), **case.get("options", {}))
+        comparison = check_backend("triton", step, attend=attend)
         answer[name] = {"ok": comparison.ok, "worst": str(comparison.worst)}
     return answer
 

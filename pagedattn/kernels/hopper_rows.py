@@ -1,7 +1,7 @@
-"""The two warpgroups that compute in the Gluon kernel for long queries: see `long_hopper.py`.
+"""What a warpgroup of the Gluon kernels does with a block of 64 rows: load, attend, store.
 
-Each takes half of a block's rows, and overlaps the products of one tile with the softmax of
-another. Tiles go from the last to the first.
+It overlaps the products of one tile with the softmax of another. Tiles go from the last to the
+first.
 """
 
 from triton.experimental import gluon
@@ -13,8 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pagedattn.kernels.hopper_units import HALF, receive, tile_bounds
-from pagedattn.kernels.masks import first_key
+from pagedattn.kernels.hopper_units import HALF
 from pagedattn.kernels.softmax import scale_scores
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -71,10 +70,19 @@ def _add_scores(
 
 
 @gluon.jit
+def part_of(ring, slot, FROM: gl.constexpr, TILE: gl.constexpr):
+    """The rows of a slot of a ring that hold a tile, from row `FROM` on."""
+    if ring.shape[1] == TILE:
+        return ring.index(slot)
+    else:
+        return ring.index(slot).slice(FROM, TILE, 0)
+
+
+@gluon.jit
 def _sweep(
     m, l, acc, weights, count, after, until, position, kv_len, window_left,
     score_scale, cap, q_buffer, rings,
-    TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles below `after`, down to `until`, into the running state.
@@ -92,10 +100,11 @@ def _sweep(
         slot = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        k = k_ring.index(slot).permute((1, 0))
+        k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
         s = warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_slot), v_phase)
-        acc_next = warpgroup_mma(weights, v_ring.index(v_slot), acc, is_async=True)
+        v = part_of(v_ring, v_slot, FROM, TILE)
+        acc_next = warpgroup_mma(weights, v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(slot), count=1)
         p, rescale, m, l = _add_scores(
@@ -117,111 +126,112 @@ def _sweep(
 
 
 @gluon.jit
-def _load_rows(
-    Q, first_row, qo_begin, qo_len, kv_head, q_stride,
+def begin_scores(
+    q_buffer, rings, count, there_is,
+    FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Begin the scores of 64 rows with the first tile that comes; of nothing, where none comes."""
+    k_ring, k_full, _k_empty, _v_ring, _v_full, _v_empty = rings
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    slot = count % STAGES
+    mbarrier.wait(k_full.index(slot), (count // STAGES) & 1, pred=there_is)
+    k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
+    no_scores = gl.zeros([HALF, TILE], gl.float32, S)
+    return warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def end_scores(scores, rings, count, there_is, STAGES: gl.constexpr):
+    """Wait for what `begin_scores` began, and give the tile's keys back."""
+    _k_ring, _k_full, k_empty, _v_ring, _v_full, _v_empty = rings
+    s = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=there_is)
+    return s
+
+
+@gluon.jit
+def attend(
+    s, q_buffer, rings, count, begin, left, right, end, position, owned_from, kv_len, window_left,
+    score_scale, cap,
+    HEAD_DIM: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+):  # fmt: skip
+    """Attention of 64 rows over tiles `[begin, end)`, of which all see `[left, right)` whole.
+
+    `s` are the scores of the last, which comes first. `count` is of the tiles in the rings before
+    these; each is from row `FROM` on in its slot.
+
+    Returns:
+        m, l, and acc, whose last product is yet to be waited for; the slot of its values; `count`.
+    """
+    _k_ring, _k_full, _k_empty, v_ring, v_full, _v_empty = rings
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    m = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    l = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
+    acc = gl.zeros([HALF, HEAD_DIM], gl.float32, ACC)
+
+    slot = count % STAGES
+    phase = (count // STAGES) & 1
+    p, _rescale, m, l = _add_scores(
+        s, m, l, position, kv_len, window_left, (end - 1) * TILE, score_scale, cap,
+        CAUSAL, HAS_WINDOW, SOFT_CAP, True,
+    )  # fmt: skip
+    weights = gl.convert_layout(p.to(q_buffer.dtype), P)
+    if end * TILE > kv_len:
+        mbarrier.wait(v_full.index(slot), phase)
+        v = part_of(v_ring, slot, FROM, TILE)
+        _zero_foreign_rows(v, (end - 1) * TILE, owned_from, kv_len, TILE)
+
+    # edge tiles, whole tiles, and the window's edge tiles
+    m, l, acc, weights, count = _sweep(
+        m, l, acc, weights, count, end - 1, right, position, kv_len, window_left, score_scale,
+        cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
+    )  # fmt: skip
+    m, l, acc, weights, count = _sweep(
+        m, l, acc, weights, count, right, left, position, kv_len, window_left, score_scale,
+        cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, False,
+    )  # fmt: skip
+    if HAS_WINDOW:
+        m, l, acc, weights, count = _sweep(
+            m, l, acc, weights, count, left, begin, position, kv_len, window_left, score_scale,
+            cap, q_buffer, rings, FROM, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
+        )  # fmt: skip
+
+    slot = count % STAGES
+    phase = (count // STAGES) & 1
+    count += 1
+    mbarrier.wait(v_full.index(slot), phase)
+    v = part_of(v_ring, slot, FROM, TILE)
+    if HAS_WINDOW:
+        if begin * TILE < owned_from:
+            _zero_foreign_rows(v, begin * TILE, owned_from, kv_len, TILE)
+    acc_next = warpgroup_mma(weights, v, acc, is_async=True)
+    return m, l, acc_next, slot, count
+
+
+@gluon.jit
+def load_rows(
+    Q, first_row, end_row, qo_begin, kv_head, q_stride,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's rows of a block; those past the request's last are 0."""
+    """Rows of a request, from `first_row` on; those from `end_row` on are 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = first_row + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     token = (qo_begin + row // GROUP).to(gl.int64)
     at_q = token * q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-    live = row < qo_len * GROUP
+    live = row < end_row
     return gl.load(Q + at_q[:, None] + dims[None, :], mask=live[:, None], other=0.0)
 
 
 @gluon.jit
-def consume(
-    Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap,
-    q_stride, out_stride, q_buffers, rings, handover,
-    WARPGROUP: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr,
-):  # fmt: skip
-    """Compute half of the rows of every unit of this program."""
-    k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    q_buffer = q_buffers.index(WARPGROUP)
-    no_scores = gl.zeros([HALF, TILE], gl.float32, S)
-    count = 0  # tiles before this one
-    turn = 0
-    block, kv_head, qo_begin, qo_len, kv_len, _page_begin = receive(handover, turn, 4)
-    first_row = block * (2 * HALF) + WARPGROUP * HALF
-    q = _load_rows(Q, first_row, qo_begin, qo_len, kv_head, q_stride, GROUP, HEAD_DIM)
-    while qo_len > 0:
-        q_buffer.store(q)
-        fence_async_shared()
-        begin, left, right, end = tile_bounds(
-            block, qo_len, kv_len, window_left, GROUP, TILE, CAUSAL, HAS_WINDOW
-        )
-        position = kv_len - qo_len + (first_row + gl.arange(0, HALF, gl.SliceLayout(1, S))) // GROUP
-        owned_from = first_key(kv_len - qo_len, window_left, HAS_WINDOW)
-        m = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        l = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
-        acc = gl.zeros([HALF, HEAD_DIM], gl.float32, ACC)
-
-        slot = count % STAGES
-        phase = (count // STAGES) & 1
-        mbarrier.wait(k_full.index(slot), phase)
-        k = k_ring.index(slot).permute((1, 0))
-        s = warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        p, _rescale, m, l = _add_scores(
-            s, m, l, position, kv_len, window_left, (end - 1) * TILE, score_scale, cap,
-            CAUSAL, HAS_WINDOW, SOFT_CAP, True,
-        )  # fmt: skip
-        weights = gl.convert_layout(p.to(Q.dtype.element_ty), P)
-        if end * TILE > kv_len:
-            mbarrier.wait(v_full.index(slot), phase)
-            _zero_foreign_rows(v_ring.index(slot), (end - 1) * TILE, owned_from, kv_len, TILE)
-
-        # edge tiles, whole tiles, and the window's edge tiles
-        m, l, acc, weights, count = _sweep(
-            m, l, acc, weights, count, end - 1, right, position, kv_len, window_left, score_scale,
-            cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
-        )  # fmt: skip
-        m, l, acc, weights, count = _sweep(
-            m, l, acc, weights, count, right, left, position, kv_len, window_left, score_scale,
-            cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, False,
-        )  # fmt: skip
-        if HAS_WINDOW:
-            m, l, acc, weights, count = _sweep(
-                m, l, acc, weights, count, left, begin, position, kv_len, window_left, score_scale,
-                cap, q_buffer, rings, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, True,
-            )  # fmt: skip
-
-        slot = count % STAGES
-        phase = (count // STAGES) & 1
-        count += 1
-        mbarrier.wait(v_full.index(slot), phase)
-        if HAS_WINDOW:
-            if begin * TILE < owned_from:
-                _zero_foreign_rows(v_ring.index(slot), begin * TILE, owned_from, kv_len, TILE)
-        acc_next = warpgroup_mma(weights, v_ring.index(slot), acc, is_async=True)
-        this_row, this_head, this_begin, this_len = first_row, kv_head, qo_begin, qo_len
-        # the next unit's rows arrive while this one's last product is made and its rows are stored
-        turn += 1
-        block, kv_head, qo_begin, qo_len, kv_len, _page_begin = receive(handover, turn, 4)
-        first_row = block * (2 * HALF) + WARPGROUP * HALF
-        q = _load_rows(Q, first_row, qo_begin, qo_len, kv_head, q_stride, GROUP, HEAD_DIM)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        _store_rows(
-            OUT, LSE, q_buffer, m, l, acc, this_row, this_begin, this_len, this_head,
-            num_kv_heads, out_stride, GROUP, HEAD_DIM, WITH_LSE,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _store_rows(
-    OUT, LSE, buffer, m, l, acc, first_row, qo_begin, qo_len, kv_head, num_kv_heads,
+def store_rows(
+    OUT, LSE, buffer, m, l, acc, first_row, end_row, qo_begin, kv_head, num_kv_heads,
     out_stride, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write finished rows; 0 and -inf where a row saw no key.
+    """Write finished rows up to `end_row`; 0 and -inf where a row saw no key.
 
     `buffer` is where the rows' queries were: through it a thread gets 16 bytes of a row, where the
     tensor cores leave it 4 at a time.
@@ -238,12 +248,12 @@ def _store_rows(
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     token = (qo_begin + row // GROUP).to(gl.int64)
     at_out = token * out_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
-    live = row < qo_len * GROUP
+    live = row < end_row
     gl.store(OUT + at_out[:, None] + dims[None, :], buffer.load(LAYOUT), mask=live[:, None])
     if WITH_LSE:
         row = first_row + gl.arange(0, HALF, S)
         token = (qo_begin + row // GROUP).to(gl.int64)
         qo_head = kv_head * GROUP + row % GROUP
         lse = (m + gl.log2(total)) * LN_2
-        live = row < qo_len * GROUP
+        live = row < end_row
         gl.store(LSE + token * (num_kv_heads * GROUP) + qo_head, lse, mask=live)

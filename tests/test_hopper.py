@@ -1,4 +1,4 @@
-"""The Gluon kernel for long queries against float64, at its edges, beside its plain twin.
+"""The Gluon kernels against float64, at their edges, beside their plain twins.
 
 Without such a GPU only the choice of the kernel is tested here; its logic is tested in
 test_gluon_on_cpu.py, and what it compiles to in test_compile.py.
@@ -14,10 +14,15 @@ from typing import TextIO
 
 import pytest
 import torch
-from long_hopper_child import strided
+from hopper_child import strided
 
 from pagedattn import AttentionSpec, PagedAttention, PageTable
-from pagedattn.backends.triton.tiles import DeviceFacts, choose_hopper_tiles, hopper_refusals
+from pagedattn.backends.triton.tiles import (
+    DeviceFacts,
+    choose_hopper_tiles,
+    choose_kinds,
+    hopper_refusals,
+)
 from pagedattn.kernels import gluon_names
 
 H200 = DeviceFacts(num_sms=132, compute_capability=(9, 0))
@@ -60,10 +65,6 @@ CASES = {
     } | RAGGED,
     "heads of a larger cache": {"spec": HEADS, "page_size": 16, "strided": "heads"} | RAGGED,
     "pages out of step": {"spec": HEADS, "page_size": 16, "strided": "pages"} | RAGGED,
-    "two launches": {"spec": HEADS, "page_size": 16, "first_grid": 40} | RAGGED,
-    "graph of two launches": {
-        "spec": HEADS, "page_size": 16, "graph": True, "first_grid": 1,
-    } | RAGGED,
     "graph": {"spec": HEADS, "page_size": 16, "graph": True} | RAGGED,
     "graph window": {"spec": HEADS | {"window_left": 65}, "page_size": 16, "graph": True} | RAGGED,
     "plain kernel's cache": {"spec": HEADS, "page_size": 16, "strided": "odd"} | RAGGED,
@@ -100,6 +101,41 @@ CASES |= {
     "gather head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 2} | RAGGED,
     "gather head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 7} | RAGGED,
 }  # fmt: skip
+# queries of up to 64 rows, which take the kernel for short queries
+DECODE = {"kv_lens": [517, 130, 64, 0, 1, 6000, 65], "qo_lens": [1, 1, 1, 1, 1, 1, 0]}
+DRAFTS = {"kv_lens": [517, 130, 2, 0, 4000, 200], "qo_lens": [16, 1, 5, 3, 8, 13]}
+SHORT = {"spec": HEADS, "page_size": 16}
+CASES |= {
+    "short decode": SHORT | DECODE,
+    "short drafts": SHORT | DRAFTS,
+    "short one tile": SHORT | {"kv_lens": [64], "qo_lens": [1]},
+    "short many pieces": SHORT | {"kv_lens": [100_000, 40_000], "qo_lens": [1, 16]},
+    "short many requests": SHORT | {
+        "kv_lens": [37 * i % 701 for i in range(300)], "qo_lens": [i % 17 for i in range(300)],
+    },
+    "short empty rows beside NaN": SHORT | {"kv_lens": [5], "qo_lens": [16], "all_nan": True},
+    "short infinity": SHORT | {"garbage": "infinity"} | DRAFTS,
+    "short low scores": SHORT | {"values": "low_scores"} | DRAFTS,
+    "short heads of a larger cache": SHORT | {"strided": "heads"} | DRAFTS,
+    "short plain kernel's cache": SHORT | {"strided": "pages"} | DRAFTS,
+    "short graph": SHORT | {"graph": True} | DRAFTS,
+    "short batch-invariant": SHORT | {"options": {"batch_invariant": True}} | DRAFTS,
+    "short batch-invariant pieces": SHORT | {
+        "kv_lens": [100_000, 40_000, 7], "qo_lens": [1, 16, 1],
+        "options": {"batch_invariant": True},
+    },
+    "short bfloat16": {"spec": HEADS | {"dtype": "bfloat16"}, "page_size": 128} | DRAFTS,
+    "short head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 16} | DRAFTS,
+    "short head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 16} | DRAFTS,
+    "short not causal": {"spec": HEADS | {"causal": False}, "page_size": 16} | DRAFTS,
+    "short window": {"spec": HEADS | {"window_left": 1000}, "page_size": 16} | DRAFTS,
+    "short window soft cap": {
+        "spec": HEADS | {"window_left": 65, "logits_soft_cap": 20.0}, "page_size": 64,
+    } | DRAFTS,
+    "short window not causal": {
+        "spec": HEADS | {"causal": False, "window_left": 100}, "page_size": 16,
+    } | DRAFTS,
+}  # fmt: skip
 for page_size in (8, 64, 256):
     CASES[f"page_size {page_size}"] = {"spec": HEADS, "page_size": page_size} | RAGGED
 for group in (1, 7, 40):
@@ -132,7 +168,7 @@ def compute(cases: list[dict]) -> list[dict]:
 
 def compute_until_death(cases: list[dict], errors: TextIO) -> list[dict]:
     """The answers of one child before it hangs or dies."""
-    script = str(Path(__file__).parent / "long_hopper_child.py")
+    script = str(Path(__file__).parent / "hopper_child.py")
     command = [sys.executable, script, json.dumps(cases)]
     answers = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child:
@@ -187,9 +223,10 @@ def test_it_is_chosen_where_it_runs():
 def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
     spec = AttentionSpec(32, 8, head_dim, window_left=window_left, logits_soft_cap=cap)
     tiles = choose_hopper_tiles(spec, 16, H200)
-    tiles_bytes = (128 + 2 * tiles.num_stages * tiles.tile) * head_dim * 2
-    assert tiles_bytes + 1024 <= 227 * 1024  # barriers and what units are told by, and the rest
-    assert tiles.num_stages >= (2 if head_dim == 256 else 3)
+    rows = 128 * tiles.num_q_stages + 2 * tiles.num_stages * tiles.tile
+    assert rows * head_dim * 2 + 2048 <= 227 * 1024  # barriers and what units are told by
+    assert tiles.num_stages >= 2
+    assert tiles.num_q_stages == (1 if head_dim == 256 else 2)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 7, 24, 48, 100])
@@ -204,6 +241,17 @@ def test_pages_that_are_boxes_or_some_are_copied_whole(page_size):
     tiles = choose_hopper_tiles(LLAMA, page_size, H200)
     assert tiles.has_boxes
     assert page_size % tiles.tile == 0 or tiles.tile % page_size == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("batch_invariant", "rows"), [(False, 64), (True, 16)])
+def test_each_consumer_has_a_chunk_of_short_queries(head_dim, batch_invariant, rows):
+    spec = AttentionSpec(32, 8, head_dim)
+    hopper = choose_hopper_tiles(spec, 16, H200)
+    (tiles,) = choose_kinds(spec, H200, None, batch_invariant, hopper)
+    assert (tiles.short.rows, tiles.short.tile) == (rows, hopper.tile // 2)
+    assert tiles.short_chunks * spec.num_kv_heads == 2 * H200.num_sms
+    assert 0 < tiles.long_share < tiles.programs == H200.num_sms
 
 
 @pytest.mark.parametrize(
@@ -224,7 +272,7 @@ def test_elsewhere_the_plain_kernel_is_chosen_for_one_stated_reason(spec, facts)
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 def test_only_caches_that_are_matrices_are_reached():
-    from pagedattn.backends.triton.long_hopper import unreachable_reasons
+    from pagedattn.backends.triton.hopper_maps import unreachable_reasons
 
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
     assert unreachable_reasons(kv_cache[:, 1]) == []
@@ -242,17 +290,17 @@ def test_only_caches_that_are_matrices_are_reached():
 
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 def test_a_map_is_made_once_a_cache_and_finds_its_slots():
+    from pagedattn.backends.triton.hopper import Hopper
     from pagedattn.backends.triton.launch import LayerPointers
-    from pagedattn.backends.triton.long_hopper import LongHopper
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
     spec = AttentionSpec(4, 2, 64, torch.float16)
-    kernel = LongHopper(spec, 16, tiles, torch.device("cpu"))
+    kernel = Hopper(spec, 16, tiles, 64, False, torch.device("cpu"))
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
     q = torch.zeros(1, 4, 64, dtype=torch.float16)
 
     def maps_of(cache):
-        return kernel.maps_of(LayerPointers.of(q, cache, q, q))
+        return kernel.maps.of(LayerPointers.of(q, cache, q, q))
 
     def matrices_of(cache):
         return [
@@ -273,7 +321,7 @@ def test_a_map_is_made_once_a_cache_and_finds_its_slots():
 @pytest.mark.gpu
 def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device):
     """Ordinary launches are the first of each cache; a hang here is one in the cases above."""
-    from pagedattn.backends.triton.long_hopper import TensorDescriptor
+    from pagedattn.backends.triton.hopper_maps import TensorDescriptor
 
     if not hopper_here():
         pytest.skip("needs a GPU of compute capability 9.0")
@@ -291,7 +339,7 @@ def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device
             assert torch.equal(attn.run(q, cache), expected)
     assert not torch.equal(ordinary[0], ordinary[1])
     assert torch.equal(ordinary[1], ordinary[4])
-    remembered = attn._backend._long_hopper._launches[False, False]._remembered.values()
+    remembered = attn._backend._hopper._launches[False, False]._remembered.values()
     assert len(remembered) == 5
     for launch in remembered:
         assert not any(isinstance(value, TensorDescriptor) for value in launch.descriptors)
@@ -300,12 +348,13 @@ def test_launches_without_the_encoding_read_the_cache_that_they_are_given(device
 @pytest.mark.skipif(bool(gluon_names.MISSING), reason=f"no {gluon_names.MISSING}")
 @pytest.mark.parametrize("page_size", [5, 16])
 def test_what_the_engine_does_not_reach_is_gathered_where_rows_are_aligned(page_size):
+    from pagedattn.backends.triton.hopper import Hopper
+    from pagedattn.backends.triton.hopper_maps import TensorDescriptor
     from pagedattn.backends.triton.launch import LayerPointers, Pointers
-    from pagedattn.backends.triton.long_hopper import LongHopper, TensorDescriptor
 
     spec = AttentionSpec(4, 2, 64, torch.float16)
     tiles = choose_hopper_tiles(spec, page_size, H200)
-    kernel = LongHopper(spec, page_size, tiles, torch.device("cpu"))
+    kernel = Hopper(spec, page_size, tiles, 64, False, torch.device("cpu"))
     calls = []
     kernel._launches = {
         key: lambda *_, descriptors, key=key, **__: calls.append((key, descriptors))
@@ -317,7 +366,7 @@ def test_what_the_engine_does_not_reach_is_gathered_where_rows_are_aligned(page_
     def gathers(cache):
         """Whether a launch gathers; `None` where the kernel cannot reach the cache."""
         layer = LayerPointers.of(q, cache, q, q)
-        maps = kernel.maps_of(layer)
+        maps = kernel.maps.of(layer)
         if maps is None:
             return None
         kernel.prepare(maps, True, layer, Pointers.of(q))(7)
