@@ -223,7 +223,7 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
         map_type, GluonASTSource, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     answer["local_accesses_in_loops"] = local_accesses_in_product_loops(answer["sass"])
-    return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages, tiles.num_q_stages)}
+    return answer | {"hopper_tiles": (tiles.tile, tiles.num_stages)}
 
 
 if __name__ == "__main__":

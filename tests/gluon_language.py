@@ -142,16 +142,12 @@ def init(cell: Shared, count: int) -> None:
     LOCAL.program.barriers[cell.data.data_ptr()] = Barrier(count)
 
 
-def wait(cell: Shared, phase: Any, pred: Any = True) -> None:
-    if not pred:
-        return
+def wait(cell: Shared, phase: Any) -> None:
     barrier, phase = barrier_of(cell), int(phase)
     LOCAL.program.switch(lambda: barrier.phase != phase)
 
 
-def arrive(cell: Shared, count: int = 1, pred: Any = True) -> None:
-    if not pred:
-        return
+def arrive(cell: Shared, count: int = 1) -> None:
     barrier_of(cell).change(arrivals=count)
     LOCAL.program.switch()
 

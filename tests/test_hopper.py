@@ -223,10 +223,9 @@ def test_it_is_chosen_where_it_runs():
 def test_rings_and_rows_fit_shared_memory(head_dim, window_left, cap):
     spec = AttentionSpec(32, 8, head_dim, window_left=window_left, logits_soft_cap=cap)
     tiles = choose_hopper_tiles(spec, 16, H200)
-    rows = 128 * tiles.num_q_stages + 2 * tiles.num_stages * tiles.tile
-    assert rows * head_dim * 2 + 2048 <= 227 * 1024  # barriers and what units are told by
-    assert tiles.num_stages >= 2
-    assert tiles.num_q_stages == (1 if head_dim == 256 else 2)
+    tiles_bytes = (128 + 2 * tiles.num_stages * tiles.tile) * head_dim * 2
+    assert tiles_bytes + 1024 <= 227 * 1024  # barriers and what units are told by, and the rest
+    assert tiles.num_stages >= (2 if head_dim == 256 else 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 7, 24, 48, 100])

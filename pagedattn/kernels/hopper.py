@@ -27,8 +27,7 @@ from pagedattn.kernels.hopper_blocks import consume_blocks
 from pagedattn.kernels.hopper_chunks import PART_FIELDS, consume_chunks, walk
 from pagedattn.kernels.hopper_gather import gather
 from pagedattn.kernels.hopper_producer import hand_out, produce
-from pagedattn.kernels.hopper_queries import make_queries
-from pagedattn.kernels.hopper_units import FIELDS, barriers, cells_of
+from pagedattn.kernels.hopper_units import FIELDS, HALF, barriers, cells_of
 
 _NUMBERS = (
     "num_kv_heads", "window_left", "min_piece", "k_page_stride", "k_token_stride", "v_page_stride",
@@ -52,14 +51,15 @@ def attention_hopper(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr,
     BOX: gl.constexpr, TILE: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, BATCH_INVARIANT: gl.constexpr, WITH_LSE: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
     GATHER: gl.constexpr,  # pages are pointers; else maps of [rows, heads * HEAD_DIM]
 ):  # fmt: skip
     """Compute short queries in blocks of `ROWS` rows, long ones in blocks of 128."""
     num_units = gl.load(HEADER + 2) * num_kv_heads
     DTYPE: gl.constexpr = Q.dtype.element_ty
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HEAD_DIM], DTYPE)
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_DIM], DTYPE)
-    queries = make_queries(HEAD_DIM, DTYPE, Q_STAGES)
+    q_buffers = gl.allocate_shared_memory(DTYPE, [2, HALF, HEAD_DIM], Q_LAYOUT)
     k_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], KV_LAYOUT)
     v_ring = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], KV_LAYOUT)
     k_full = barriers(STAGES, 1)
@@ -74,21 +74,20 @@ def attention_hopper(
         gl.warp_specialize(
             [
                 (consume_blocks, (
-                    OUT, LSE, num_kv_heads, window_left, score_scale, cap, out_stride,
-                    queries, rings, handover, 0, GROUP, HEAD_DIM, TILE, STAGES, Q_STAGES, CAUSAL,
+                    Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap, q_stride, out_stride,
+                    q_buffers, rings, handover, 0, GROUP, HEAD_DIM, TILE, STAGES, CAUSAL,
                     HAS_WINDOW, SOFT_CAP, WITH_LSE,
                 )),
                 (consume_blocks, (
-                    OUT, LSE, num_kv_heads, window_left, score_scale, cap, out_stride,
-                    queries, rings, handover, 1, GROUP, HEAD_DIM, TILE, STAGES, Q_STAGES, CAUSAL,
+                    Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap, q_stride, out_stride,
+                    q_buffers, rings, handover, 1, GROUP, HEAD_DIM, TILE, STAGES, CAUSAL,
                     HAS_WINDOW, SOFT_CAP, WITH_LSE,
                 )),
                 (gather, (
                     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride,
                     v_page_stride, v_token_stride, rings, QO_INDPTR, KV_INDPTR, KV_LENS,
-                    LONG_UNITS, TURNS, num_units, num_kv_heads, total_programs, handover, Q,
-                    q_stride, queries, GROUP, HEAD_DIM, PAGE_SIZE, TILE, STAGES, Q_STAGES, CAUSAL,
-                    HAS_WINDOW,
+                    LONG_UNITS, TURNS, num_units, num_kv_heads, total_programs, handover, GROUP,
+                    HEAD_DIM, PAGE_SIZE, TILE, STAGES, CAUSAL, HAS_WINDOW,
                 )),
             ],
             [4, 4],
@@ -118,14 +117,14 @@ def attention_hopper(
                     gl.warp_specialize(
                         [
                             (consume_blocks, (
-                                OUT, LSE, num_kv_heads, window_left, score_scale, cap, out_stride,
-                                queries, rings, handover, 0, GROUP, HEAD_DIM, TILE, STAGES,
-                                Q_STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
+                                Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap, q_stride,
+                                out_stride, q_buffers, rings, handover, 0, GROUP, HEAD_DIM, TILE,
+                                STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
                             )),
                             (consume_blocks, (
-                                OUT, LSE, num_kv_heads, window_left, score_scale, cap, out_stride,
-                                queries, rings, handover, 1, GROUP, HEAD_DIM, TILE, STAGES,
-                                Q_STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
+                                Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap, q_stride,
+                                out_stride, q_buffers, rings, handover, 1, GROUP, HEAD_DIM, TILE,
+                                STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
                             )),
                             (produce, (
                                 k_pages, v_pages, KV_INDICES, window_left, k_page_stride,
@@ -133,9 +132,8 @@ def attention_hopper(
                                 GROUP, HEAD_DIM, PAGE_SIZE, BOX, TILE, STAGES, CAUSAL, HAS_WINDOW,
                             )),
                             (hand_out, (
-                                Q, QO_INDPTR, KV_INDPTR, KV_LENS, LONG_UNITS, TURNS, num_units,
-                                num_kv_heads, q_stride, queries, handover, is_last, GROUP,
-                                HEAD_DIM, Q_STAGES,
+                                QO_INDPTR, KV_INDPTR, KV_LENS, LONG_UNITS, TURNS, num_units,
+                                num_kv_heads, handover, is_last,
                             )),
                         ],
                         [4, 1, 1],
@@ -147,13 +145,13 @@ def attention_hopper(
                         [
                             (consume_chunks, (
                                 Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED, num_kv_heads,
-                                window_left, score_scale, cap, q_stride, out_stride, queries[0],
+                                window_left, score_scale, cap, q_stride, out_stride, q_buffers,
                                 rings_0, handover_0, 0, GROUP, HEAD_DIM, ROWS, TILE // 2, STAGES,
                                 CAUSAL, HAS_WINDOW, SOFT_CAP, BATCH_INVARIANT, WITH_LSE,
                             )),
                             (consume_chunks, (
                                 Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED, num_kv_heads,
-                                window_left, score_scale, cap, q_stride, out_stride, queries[0],
+                                window_left, score_scale, cap, q_stride, out_stride, q_buffers,
                                 rings_1, handover_1, 1, GROUP, HEAD_DIM, ROWS, TILE // 2, STAGES,
                                 CAUSAL, HAS_WINDOW, SOFT_CAP, BATCH_INVARIANT, WITH_LSE,
                             )),

@@ -17,13 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pagedattn.kernels.hopper_parts import arrive, store_part, write_merged
 from pagedattn.kernels.hopper_producer import bring_tiles
-from pagedattn.kernels.hopper_rows import (
-    attend,
-    begin_scores,
-    end_scores,
-    load_rows,
-    store_rows,
-)
+from pagedattn.kernels.hopper_rows import attend, load_rows, store_rows
 from pagedattn.kernels.hopper_units import (
     HALF,
     hand_over,
@@ -151,10 +145,8 @@ def consume_chunks(
             top, bottom, begin, end, kv_len, window_left, TILE, CAUSAL, HAS_WINDOW
         )
         position = kv_len - qo_len + (first_row + gl.arange(0, HALF, gl.SliceLayout(1, S))) // GROUP
-        scores = begin_scores(q_buffer, rings, count, True, CONSUMER * TILE, TILE, STAGES)
-        s = end_scores(scores, rings, count, True, STAGES)
         m, l, acc_next, v_slot, count = attend(
-            s, q_buffer, rings, count, begin, left, right, end, position,
+            q_buffer, rings, count, begin, left, right, end, position,
             first_key(kv_len - qo_len, window_left, HAS_WINDOW), kv_len, window_left, score_scale,
             cap, HEAD_DIM, CONSUMER * TILE, TILE, STAGES, CAUSAL, HAS_WINDOW, SOFT_CAP,
         )  # fmt: skip

@@ -12,10 +12,9 @@ tiles are announced but the one before, which no consumer needs to free it: two 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from pagedattn.kernels.gluon_names import async_copy, copy_rows
-from pagedattn.kernels.hopper_queries import PIECE, announce, bring_queries
+from pagedattn.kernels.gluon_names import async_copy, copy_rows, sync_threads
 from pagedattn.kernels.hopper_units import (
     hand_over,
     leave,
@@ -27,6 +26,7 @@ from pagedattn.kernels.hopper_units import (
 from pagedattn.kernels.masks import first_key
 
 WARPS = gl.constexpr(4)
+PIECE = gl.constexpr(8)  # elements of a copy
 
 
 @gluon.jit
@@ -57,16 +57,25 @@ def _copy_tile(
 
 
 @gluon.jit
+def _announce(full, LATER: gl.constexpr):
+    """Tell the consumers of the copies before the last `LATER`, when they are complete."""
+    async_copy.wait_group(LATER)
+    # each thread makes its own writes visible to the tensor cores before one tells of all of them
+    fence_async_shared()
+    sync_threads()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
 def gather(
     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride, v_page_stride,
     v_token_stride, rings, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads,
-    total_programs, handover, Q, q_stride, queries,
+    total_programs, handover,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Take units until none is left; tell the consumers of each, and fill the rings with it."""
     k_ring, k_full, k_empty, v_ring, v_full, v_empty = rings
-    _buffers, q_full, _q_empty = queries
     # eight threads copy 128 bytes of a row: a line of memory, and all banks of shared memory
     ROWS: gl.constexpr = gl.BlockedLayout([1, PIECE], [4, 8], [WARPS, 1], [1, 0])
     count = 0
@@ -78,10 +87,6 @@ def gather(
         )
         wait_for_room(handover, turn)
         hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), WARPS)
-        bring_queries(
-            Q, queries, turn, block, kv_head, qo_begin, qo_len, q_stride, GROUP, HEAD_DIM, Q_STAGES,
-            WARPS,
-        )  # fmt: skip
         page_ids = KV_INDICES + page_begin
         begin, _left, _right, end = tile_bounds(
             block, qo_len, kv_len, window_left, GROUP, TILE, CAUSAL, HAS_WINDOW
@@ -97,10 +102,8 @@ def gather(
                 k_pages, pages, tile, kv_head, k_page_stride, k_token_stride,
                 k_empty.index(slot), freed, k_ring.index(slot), PAGE_SIZE, TILE, HEAD_DIM, ROWS,
             )  # fmt: skip
-            if back == 0:
-                announce(q_full.index(turn % Q_STAGES), 1)
-            else:
-                announce(k_full.index(before), 2)
+            if back > 0:
+                _announce(k_full.index(before), 2)
             # after the last tile its own once more: there may be no page before it
             following = _load_page_ids(
                 page_ids, first, kv_len, gl.maximum(tile - 1, begin), PAGE_SIZE, TILE, ROWS
@@ -110,12 +113,12 @@ def gather(
                 v_empty.index(slot), freed, v_ring.index(slot), PAGE_SIZE, TILE, HEAD_DIM, ROWS,
             )  # fmt: skip
             if back > 0:
-                announce(v_full.index(before), 2)
+                _announce(v_full.index(before), 2)
             pages = following
             before = slot
             count += 1
-        announce(k_full.index(before), 1)
-        announce(v_full.index(before), 0)
+        _announce(k_full.index(before), 1)
+        _announce(v_full.index(before), 0)
         turn += 1
         unit = next_unit(TURNS)
     wait_for_room(handover, turn)

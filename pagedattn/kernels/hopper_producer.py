@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pagedattn.kernels.gluon_names import copy_box
-from pagedattn.kernels.hopper_queries import announce, bring_queries
 from pagedattn.kernels.hopper_units import (
     FIELDS,
     hand_over,
@@ -26,15 +25,12 @@ from pagedattn.kernels.masks import first_key
 
 @gluon.jit
 def hand_out(
-    Q, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, q_stride, queries,
-    handover, is_last,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, Q_STAGES: gl.constexpr,
+    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, handover, is_last
 ):  # fmt: skip
-    """Take units until none is left; tell the other partitions of each, and bring its rows.
+    """Take units until none is left, and tell the other partitions of each.
 
     `is_last`: then the program takes nothing more, see `leave`.
     """
-    _buffers, q_full, _q_empty = queries
     turn = 0
     unit = next_unit(TURNS)
     while unit < num_units:
@@ -42,11 +38,6 @@ def hand_out(
             unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
         )
         hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), 1)
-        bring_queries(
-            Q, queries, turn, block, kv_head, qo_begin, qo_len, q_stride, GROUP, HEAD_DIM, Q_STAGES,
-            1,
-        )  # fmt: skip
-        announce(q_full.index(turn % Q_STAGES), 0)
         turn += 1
         # before it takes the next: a unit taken early is missing where another program is free
         wait_for_room(handover, turn)

@@ -126,54 +126,35 @@ def _sweep(
 
 
 @gluon.jit
-def begin_scores(
-    q_buffer, rings, count, there_is,
-    FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Begin the scores of 64 rows with the first tile that comes; of nothing, where none comes."""
-    k_ring, k_full, _k_empty, _v_ring, _v_full, _v_empty = rings
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    slot = count % STAGES
-    mbarrier.wait(k_full.index(slot), (count // STAGES) & 1, pred=there_is)
-    k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
-    no_scores = gl.zeros([HALF, TILE], gl.float32, S)
-    return warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def end_scores(scores, rings, count, there_is, STAGES: gl.constexpr):
-    """Wait for what `begin_scores` began, and give the tile's keys back."""
-    _k_ring, _k_full, k_empty, _v_ring, _v_full, _v_empty = rings
-    s = warpgroup_mma_wait(0, deps=[scores])
-    mbarrier.arrive(k_empty.index(count % STAGES), count=1, pred=there_is)
-    return s
-
-
-@gluon.jit
 def attend(
-    s, q_buffer, rings, count, begin, left, right, end, position, owned_from, kv_len, window_left,
+    q_buffer, rings, count, begin, left, right, end, position, owned_from, kv_len, window_left,
     score_scale, cap,
     HEAD_DIM: gl.constexpr, FROM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows over tiles `[begin, end)`, of which all see `[left, right)` whole.
 
-    `s` are the scores of the last, which comes first. `count` is of the tiles in the rings before
-    these; each is from row `FROM` on in its slot.
+    `count` is of the tiles in the rings before these; each is from row `FROM` on in its slot.
 
     Returns:
         m, l, and acc, whose last product is yet to be waited for; the slot of its values; `count`.
     """
-    _k_ring, _k_full, _k_empty, v_ring, v_full, _v_empty = rings
+    k_ring, k_full, k_empty, v_ring, v_full, _v_empty = rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    no_scores = gl.zeros([HALF, TILE], gl.float32, S)
     m = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
     acc = gl.zeros([HALF, HEAD_DIM], gl.float32, ACC)
 
     slot = count % STAGES
     phase = (count // STAGES) & 1
+    mbarrier.wait(k_full.index(slot), phase)
+    k = part_of(k_ring, slot, FROM, TILE).permute((1, 0))
+    s = warpgroup_mma(q_buffer, k, no_scores, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(slot), count=1)
     p, _rescale, m, l = _add_scores(
         s, m, l, position, kv_len, window_left, (end - 1) * TILE, score_scale, cap,
         CAUSAL, HAS_WINDOW, SOFT_CAP, True,

@@ -168,9 +168,7 @@ class TritonBackend:
             self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
             layer, arguments.short,
         )  # fmt: skip
-        # its copies of q are of 16 bytes
-        is_aligned = not layer.addresses[0] % 16 and not q.stride(0) * q.itemsize % 16
-        if hopper and is_aligned and (maps := hopper.maps.of(layer)):
+        if hopper and (maps := hopper.maps.of(layer)):
             launch = hopper.prepare(maps, with_lse, layer, arguments.hopper)
             if not hopper.gathers(maps):
                 launch(self.tiles.programs)

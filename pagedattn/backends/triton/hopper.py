@@ -54,7 +54,6 @@ class Hopper:
             "SOFT_CAP": spec.logits_soft_cap > 0,
             "BATCH_INVARIANT": batch_invariant,
             "STAGES": tiles.num_stages,
-            "Q_STAGES": tiles.num_q_stages,
         }
         options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
         self._launches = {

@@ -59,7 +59,6 @@ class HopperTiles:
 
     tile: int  # keys of a tile of long queries
     num_stages: int  # K tiles, and V tiles, in shared memory
-    num_q_stages: int  # blocks of long queries whose rows are there
     has_boxes: bool  # the copy engine can bring whole pages; else rows of long queries are gathered
 
     @property
@@ -221,14 +220,12 @@ def choose_hopper_tiles(
     has_boxes = _has_boxes(page_size)
     if spec.head_dim == 256:
         # all that shared memory holds
-        return HopperTiles(tile=64, num_stages=2, num_q_stages=1, has_boxes=has_boxes)
+        return HopperTiles(tile=64, num_stages=2, has_boxes=has_boxes)
     if spec.window_left >= 0 and (spec.logits_soft_cap > 0 or not spec.causal):
         # scores, weights and what masks them: too much for the registers beside a wide tile
-        return HopperTiles(tile=64, num_stages=4, num_q_stages=2, has_boxes=has_boxes)
-    # a third of each, of head_dim 128, would leave no room for a second block's rows
-    return HopperTiles(
-        tile=128, num_stages=256 // spec.head_dim, num_q_stages=2, has_boxes=has_boxes
-    )
+        return HopperTiles(tile=64, num_stages=4, has_boxes=has_boxes)
+    # of head_dim 128, three of each and the rows are all of shared memory but 3 KiB
+    return HopperTiles(tile=128, num_stages=3, has_boxes=has_boxes)
 
 
 def _has_boxes(page_size: int) -> bool:
