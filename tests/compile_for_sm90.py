@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import triton
+from sass import loads_before_stores, local_accesses_in_product_loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -26,7 +27,6 @@ from pagedattn.backends.triton.arguments import (
 from pagedattn.backends.triton.tiles import (
     DeviceFacts,
     choose_hopper_tiles,
-    choose_kinds,
     choose_tiles,
 )
 from pagedattn.kernels import gluon_names
@@ -44,29 +44,6 @@ FLOATS = {"LSE", "PIECE_ACC", "PIECE_ML"}
 
 def cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-
-
-def local_accesses_in_product_loops(sass: str) -> int:
-    """Loads and stores of spilled registers in any innermost loop that holds wgmma products."""
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d\s+)?(\S+)([^;]*);", sass)
-    at = {int(address, 16): i for i, (address, _, _) in enumerate(lines)}
-    names = [name for _, name, _ in lines]
-    loops = []
-    for i, (_, name, operands) in enumerate(lines):
-        target = re.search(r"0x([0-9a-f]+)", operands)
-        if name.startswith("BRA") and target and at.get(int(target[1], 16), i) < i:
-            body = range(at[int(target[1], 16)], i)
-            # waits that fail go on behind the end, and come back from there: those are no loops
-            inside = names[body.start : i]
-            if "EXIT" not in inside and any(each.startswith("HGMMA") for each in inside):
-                loops.append(body)
-    inner = [
-        outer
-        for outer in loops
-        if not any(body != outer and set(body) <= set(outer) for body in loops)
-    ]
-    assert inner, "no loop of products was found"
-    return max(sum(names[j].startswith(("LDL", "STL")) for j in body) for body in inner)
 
 
 def announcements(ptx: str) -> list[list[str]]:
@@ -154,6 +131,7 @@ def compile_sm90(
         "ttgir": compiled.asm["ttgir"],
         "sass": sass,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "loads_before_stores": [f"{line.address:x}" for line in loads_before_stores(sass)],
         "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
         "shared_bytes": compiled.metadata.shared,
         "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
@@ -210,9 +188,7 @@ def compile_hopper(spec: AttentionSpec, case: dict, facts: DeviceFacts) -> dict:
     from pagedattn.kernels.hopper import attention_hopper
 
     tiles = choose_hopper_tiles(spec, case["page_size"], facts)
-    invariant = case.get("batch_invariant", False)
-    rows = choose_kinds(spec, facts, None, invariant, tiles)[0].short.rows
-    launcher = Hopper(spec, case["page_size"], tiles, rows, invariant, torch.device("cpu"))
+    launcher = Hopper(spec, case["page_size"], tiles, torch.device("cpu"))
     map_type, gather = "", case.get("gather", not tiles.has_boxes)
     if not gather:
         rows, columns = launcher.maps.box

@@ -69,9 +69,6 @@ HOPPER = {
         "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},
     },
     "hopper 256": {"kernel": "hopper", "page_size": 16, "spec": LLAMA | {"head_dim": 256}},
-    "hopper batch-invariant": {
-        "kernel": "hopper", "page_size": 16, "spec": LLAMA, "batch_invariant": True,
-    },
 }  # fmt: skip
 GATHER = {
     "gather": {"kernel": "hopper", "page_size": 1, "spec": LLAMA, "with_lse": True},
@@ -110,6 +107,11 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, name):
         most = {"short 64 rows window cap": 8, "short 256 32 rows": 16}.get(name, 0)
         assert compiled[name]["stack_bytes"] <= most, compiled[name]
     assert compiled[name]["shared_bytes"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_spilled_was_stored_on_every_way_to_its_load(compiled, name):
+    assert compiled[name]["loads_before_stores"] == []
 
 
 @pytest.mark.parametrize("name", TENSOR_CORES)

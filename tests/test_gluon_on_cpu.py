@@ -61,11 +61,11 @@ def test_drawn_steps_are_within_the_bound_of_float64(batch, batch_invariant, wit
 
 
 HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "dtype": torch.float16}
-# prompts, one of them behind a context; requests that decode, two of them in several pieces; both
+# prompts, one of them behind a context; requests of up to 48 rows, two in several pieces; both
 STEPS = {
     "long": (HEADS | {"head_dim": 64, "window_left": 300}, [700, 90, 500], [700, 90, 200]),
     "short": (
-        HEADS | {"head_dim": 128, "window_left": 1200}, [1900, 90, 800, 64, 0], [1, 3, 8, 1, 2],
+        HEADS | {"head_dim": 128, "window_left": 1200}, [1900, 90, 800, 64, 0], [1, 3, 24, 1, 2],
     ),
     "both": (HEADS | {"head_dim": 128}, [1900, 90, 300, 64, 400], [1, 3, 300, 1, 50]),
 }  # fmt: skip
@@ -137,7 +137,7 @@ FAULTS_OF = {
         "a piece is not merged": ("(piece < num_pieces)", "(piece < num_pieces - 1)", "wrong"),
         "a piece is merged twice": ("(piece - 1) * step", "0 * step", "wrong"),
         "a piece's slot is the next one's": (
-            "PIECE_ML, slot, end_row", "PIECE_ML, slot + step, end_row", "wrong|two runs differ",
+            "PIECE_ML, slot, end_row", "PIECE_ML, slot + num_kv_heads, end_row", "wrong|two runs differ",
         ),
         "a chunk ends a tile early": (
             "end = gl.minimum(chunk_end - block_begin", "end = gl.minimum(chunk_end - 1 - "

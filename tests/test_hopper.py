@@ -1,4 +1,4 @@
-"""The Gluon kernels against float64, at their edges, beside their plain twins.
+"""The Gluon kernel against float64, at its edges, beside its plain twins.
 
 Without such a GPU only the choice of the kernel is tested here; its logic is tested in
 test_gluon_on_cpu.py, and what it compiles to in test_compile.py.
@@ -16,7 +16,7 @@ import pytest
 import torch
 from hopper_child import strided
 
-from pagedattn import AttentionSpec, PagedAttention, PageTable
+from pagedattn import AttentionSpec, Capacity, PagedAttention, PageTable
 from pagedattn.backends.triton.tiles import (
     DeviceFacts,
     choose_hopper_tiles,
@@ -101,14 +101,14 @@ CASES |= {
     "gather head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 2} | RAGGED,
     "gather head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 7} | RAGGED,
 }  # fmt: skip
-# queries of up to 64 rows, which take the kernel for short queries
+# queries of up to 64 rows, alone, where some have more than 32 or are captured, or beside long ones
 DECODE = {"kv_lens": [517, 130, 64, 0, 1, 6000, 65], "qo_lens": [1, 1, 1, 1, 1, 1, 0]}
 DRAFTS = {"kv_lens": [517, 130, 2, 0, 4000, 200], "qo_lens": [16, 1, 5, 3, 8, 13]}
 SHORT = {"spec": HEADS, "page_size": 16}
 CASES |= {
-    "short decode": SHORT | DECODE,
+    "short decode": SHORT | {"graph": True} | DECODE,
     "short drafts": SHORT | DRAFTS,
-    "short one tile": SHORT | {"kv_lens": [64], "qo_lens": [1]},
+    "short one tile": SHORT | {"kv_lens": [64], "qo_lens": [9]},
     "short many pieces": SHORT | {"kv_lens": [100_000, 40_000], "qo_lens": [1, 16]},
     "short many requests": SHORT | {
         "kv_lens": [37 * i % 701 for i in range(300)], "qo_lens": [i % 17 for i in range(300)],
@@ -119,11 +119,6 @@ CASES |= {
     "short heads of a larger cache": SHORT | {"strided": "heads"} | DRAFTS,
     "short plain kernel's cache": SHORT | {"strided": "pages"} | DRAFTS,
     "short graph": SHORT | {"graph": True} | DRAFTS,
-    "short batch-invariant": SHORT | {"options": {"batch_invariant": True}} | DRAFTS,
-    "short batch-invariant pieces": SHORT | {
-        "kv_lens": [100_000, 40_000, 7], "qo_lens": [1, 16, 1],
-        "options": {"batch_invariant": True},
-    },
     "short bfloat16": {"spec": HEADS | {"dtype": "bfloat16"}, "page_size": 128} | DRAFTS,
     "short head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 16} | DRAFTS,
     "short head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 16} | DRAFTS,
@@ -135,6 +130,34 @@ CASES |= {
     "short window not causal": {
         "spec": HEADS | {"causal": False, "window_left": 100}, "page_size": 16,
     } | DRAFTS,
+}  # fmt: skip
+BOTH = {
+    "kv_lens": [517, 130, 6000, 64, 0, 1023, 200, 65, 4000, 1, 900],
+    "qo_lens": [517, 1, 1, 20, 25, 33, 0, 1, 16, 1, 300],
+}  # fmt: skip
+MANY = {
+    "kv_lens": [37 * i % 1401 for i in range(200)], "qo_lens": [i % 31 for i in range(200)],
+}  # fmt: skip
+CASES |= {
+    "both": SHORT | BOTH,
+    "both bfloat16": {"spec": HEADS | {"dtype": "bfloat16"}, "page_size": 64} | BOTH,
+    "both head_dim 64": {"spec": HEADS | {"head_dim": 64}, "page_size": 16} | BOTH,
+    "both head_dim 256": {"spec": HEADS | {"head_dim": 256}, "page_size": 16} | BOTH,
+    "both window": {"spec": HEADS | {"window_left": 1000}, "page_size": 16} | BOTH,
+    "both many requests": SHORT | MANY,
+    "both infinity": SHORT | {"garbage": "infinity"} | BOTH,
+    "both graph": SHORT | {"graph": True} | BOTH,
+    "both pages out of step": SHORT | {"strided": "pages"} | BOTH,
+    "both plain kernels' cache": SHORT | {"strided": "odd"} | BOTH,
+    "both batch-invariant": SHORT | {"options": {"batch_invariant": True}} | BOTH,
+    "both batch-invariant graph": SHORT | {
+        "options": {"batch_invariant": True}, "graph": True,
+    } | BOTH,
+    "both batch-invariant, launches": SHORT | {
+        "options": {"batch_invariant": True}, "first_grid": 40,
+    } | BOTH,
+    "both 3 KV heads": {"spec": HEADS | {"num_qo_heads": 12, "num_kv_heads": 3}, "page_size": 16}
+    | BOTH,
 }  # fmt: skip
 for page_size in (8, 64, 256):
     CASES[f"page_size {page_size}"] = {"spec": HEADS, "page_size": page_size} | RAGGED
@@ -243,14 +266,39 @@ def test_pages_that_are_boxes_or_some_are_copied_whole(page_size):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("batch_invariant", "rows"), [(False, 64), (True, 16)])
-def test_each_consumer_has_a_chunk_of_short_queries(head_dim, batch_invariant, rows):
-    spec = AttentionSpec(32, 8, head_dim)
+@pytest.mark.parametrize("window", [{}, {"window_left": 100, "logits_soft_cap": 20.0}])
+def test_each_consumer_has_a_chunk_of_short_queries_that_join_long_ones(head_dim, window):
+    spec = AttentionSpec(32, 8, head_dim, **window)
     hopper = choose_hopper_tiles(spec, 16, H200)
-    (tiles,) = choose_kinds(spec, H200, None, batch_invariant, hopper)
-    assert (tiles.short.rows, tiles.short.tile) == (rows, hopper.tile // 2)
-    assert tiles.short_chunks * spec.num_kv_heads == 2 * H200.num_sms
-    assert 0 < tiles.long_share < tiles.programs == H200.num_sms
+    plain, *_, joint = choose_kinds(spec, H200, None, False, hopper)
+    assert joint.joint
+    assert (joint.short.rows, joint.short.tile) == (64, hopper.tile // 2)
+    assert joint.short_chunks * spec.num_kv_heads == 2 * H200.num_sms
+    assert joint.min_chunk * joint.short.tile == plain.min_chunk * plain.short.tile
+    assert 0 < joint.long_share < joint.programs == H200.num_sms
+
+
+@pytest.mark.parametrize(
+    ("page_size", "batch_invariant", "capacity", "kinds"),
+    [
+        (16, False, None, [(16, False), (32, False), (64, True)]),
+        (5, False, None, [(16, False), (32, False), (64, False)]),
+        (16, True, None, [(16, False)]),
+        (16, False, Capacity(64, 64, 9999), [(16, False)]),
+        (16, False, Capacity(64, 256, 9999), [(16, False)]),
+        (16, False, Capacity(64, 8 * 64, 9999), [(64, True)]),
+        (16, False, Capacity(64, 64 + 2048, 9999), [(64, True)]),
+        (5, False, Capacity(64, 64 + 2048, 9999), [(16, False)]),
+        (16, True, Capacity(64, 64 + 2048, 9999), [(16, False)]),
+        (16, False, Capacity(20, 8 * 20, 9999), [(32, False)]),
+    ],
+)
+def test_short_queries_join_long_ones_where_those_may_be_or_blocks_are_high(
+    page_size, batch_invariant, capacity, kinds
+):
+    hopper = choose_hopper_tiles(LLAMA, page_size, H200)
+    chosen = choose_kinds(LLAMA, H200, capacity, batch_invariant, hopper)
+    assert [(tiles.short.rows, tiles.joint) for tiles in chosen] == kinds
 
 
 @pytest.mark.parametrize(
@@ -294,7 +342,7 @@ def test_a_map_is_made_once_a_cache_and_finds_its_slots():
 
     tiles = choose_hopper_tiles(LLAMA, 16, H200)
     spec = AttentionSpec(4, 2, 64, torch.float16)
-    kernel = Hopper(spec, 16, tiles, 64, False, torch.device("cpu"))
+    kernel = Hopper(spec, 16, tiles, torch.device("cpu"))
     kv_cache = torch.zeros(5, 2, 16, 2, 64, dtype=torch.float16)
     q = torch.zeros(1, 4, 64, dtype=torch.float16)
 
@@ -353,7 +401,7 @@ def test_what_the_engine_does_not_reach_is_gathered_where_rows_are_aligned(page_
 
     spec = AttentionSpec(4, 2, 64, torch.float16)
     tiles = choose_hopper_tiles(spec, page_size, H200)
-    kernel = Hopper(spec, page_size, tiles, 64, False, torch.device("cpu"))
+    kernel = Hopper(spec, page_size, tiles, torch.device("cpu"))
     calls = []
     kernel._launches = {
         key: lambda *_, descriptors, key=key, **__: calls.append((key, descriptors))

@@ -30,7 +30,7 @@ from pagedattn.kernels.hopper_producer import hand_out, produce
 from pagedattn.kernels.hopper_units import FIELDS, HALF, barriers, cells_of
 
 _NUMBERS = (
-    "num_kv_heads", "window_left", "min_piece", "k_page_stride", "k_token_stride", "v_page_stride",
+    "num_kv_heads", "window_left", "k_page_stride", "k_token_stride", "v_page_stride",
     "v_token_stride", "num_chunks", "long_share", "total_programs",
 )  # fmt: skip
 
@@ -39,23 +39,24 @@ _NUMBERS = (
 def attention_hopper(
     k_pages, v_pages, Q, OUT, LSE,  # as in the backend's run; pages as `GATHER` says
     QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS,  # the table
-    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, LONG_UNITS,  # the schedule
+    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, LONG_UNITS,  # the schedule
     PIECE_ACC, PIECE_ML, ARRIVED,  # the pieces of shared row blocks
     TURNS,  # i32[3]: blocks taken, who is done, chunks taken; 0 before and after
-    num_kv_heads, window_left, min_piece, score_scale, cap,
+    num_kv_heads, window_left, score_scale, cap,
     q_stride: gl.int64, out_stride: gl.int64,
     k_page_stride, k_token_stride, v_page_stride, v_token_stride,  # in elements
-    num_chunks,  # of the line of short work
+    num_chunks,  # of the line of short work; 0: that is left to `short.py`
     long_share,  # programs that begin with long queries, where there are any
-    total_programs,  # of all launches that share `TURNS` where rows are gathered
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr,
+    total_programs,  # of all launches that share `TURNS`
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr, TILE: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, BATCH_INVARIANT: gl.constexpr, WITH_LSE: gl.constexpr,
-    STAGES: gl.constexpr,
+    SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr, STAGES: gl.constexpr,
     GATHER: gl.constexpr,  # pages are pointers; else maps of [rows, heads * HEAD_DIM]
 ):  # fmt: skip
-    """Compute short queries in blocks of `ROWS` rows, long ones in blocks of 128."""
+    """Compute short queries in blocks of 64 rows, long ones in blocks of 128."""
+    has_short = gl.load(HEADER + 1) > 0
     num_units = gl.load(HEADER + 2) * num_kv_heads
+    heads_at_once = gl.where(has_short, 2 - num_kv_heads % 2, num_kv_heads)  # see `locate`
     DTYPE: gl.constexpr = Q.dtype.element_ty
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HEAD_DIM], DTYPE)
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_DIM], DTYPE)
@@ -86,15 +87,15 @@ def attention_hopper(
                 (gather, (
                     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride,
                     v_page_stride, v_token_stride, rings, QO_INDPTR, KV_INDPTR, KV_LENS,
-                    LONG_UNITS, TURNS, num_units, num_kv_heads, total_programs, handover, GROUP,
-                    HEAD_DIM, PAGE_SIZE, TILE, STAGES, CAUSAL, HAS_WINDOW,
+                    LONG_UNITS, TURNS, total_programs, num_units, num_kv_heads, heads_at_once,
+                    handover, GROUP, HEAD_DIM, PAGE_SIZE, TILE, STAGES, CAUSAL, HAS_WINDOW,
                 )),
             ],
             [4, 4],
             [224, 56],
         )  # fmt: skip
     else:
-        has_short = gl.load(HEADER + 1) > 0
+        has_short = has_short & (num_chunks > 0)
         has_long = num_units > 0
         first_short = gl.where(has_long, long_share, 0)
         begins_long = gl.where(gl.program_id(0) < first_short, 1, 0)
@@ -132,8 +133,8 @@ def attention_hopper(
                                 GROUP, HEAD_DIM, PAGE_SIZE, BOX, TILE, STAGES, CAUSAL, HAS_WINDOW,
                             )),
                             (hand_out, (
-                                QO_INDPTR, KV_INDPTR, KV_LENS, LONG_UNITS, TURNS, num_units,
-                                num_kv_heads, handover, is_last,
+                                QO_INDPTR, KV_INDPTR, KV_LENS, LONG_UNITS, TURNS, total_programs,
+                                num_units, num_kv_heads, heads_at_once, handover, is_last,
                             )),
                         ],
                         [4, 1, 1],
@@ -146,32 +147,30 @@ def attention_hopper(
                             (consume_chunks, (
                                 Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED, num_kv_heads,
                                 window_left, score_scale, cap, q_stride, out_stride, q_buffers,
-                                rings_0, handover_0, 0, GROUP, HEAD_DIM, ROWS, TILE // 2, STAGES,
-                                CAUSAL, HAS_WINDOW, SOFT_CAP, BATCH_INVARIANT, WITH_LSE,
+                                rings_0, handover_0, 0, GROUP, HEAD_DIM, TILE // 2, STAGES,
+                                CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
                             )),
                             (consume_chunks, (
                                 Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED, num_kv_heads,
                                 window_left, score_scale, cap, q_stride, out_stride, q_buffers,
-                                rings_1, handover_1, 1, GROUP, HEAD_DIM, ROWS, TILE // 2, STAGES,
-                                CAUSAL, HAS_WINDOW, SOFT_CAP, BATCH_INVARIANT, WITH_LSE,
+                                rings_1, handover_1, 1, GROUP, HEAD_DIM, TILE // 2, STAGES,
+                                CAUSAL, HAS_WINDOW, SOFT_CAP, WITH_LSE,
                             )),
                             (walk, (
                                 k_pages, v_pages, QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS, HEADER,
-                                SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, TURNS,
+                                SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, TURNS, total_programs,
                                 first_short, begins_long == 0, num_chunks, num_kv_heads,
-                                window_left, min_piece, k_page_stride, k_token_stride,
+                                window_left, k_page_stride, k_token_stride,
                                 v_page_stride, v_token_stride, rings_0, handover_0, is_last, 0,
                                 HEAD_DIM, PAGE_SIZE, BOX, TILE // 2, STAGES, HAS_WINDOW,
-                                BATCH_INVARIANT,
                             )),
                             (walk, (
                                 k_pages, v_pages, QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS, HEADER,
-                                SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, TURNS,
+                                SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, TURNS, total_programs,
                                 first_short, begins_long == 0, num_chunks, num_kv_heads,
-                                window_left, min_piece, k_page_stride, k_token_stride,
+                                window_left, k_page_stride, k_token_stride,
                                 v_page_stride, v_token_stride, rings_1, handover_1, is_last, 1,
                                 HEAD_DIM, PAGE_SIZE, BOX, TILE // 2, STAGES, HAS_WINDOW,
-                                BATCH_INVARIANT,
                             )),
                         ],
                         [4, 1, 1],

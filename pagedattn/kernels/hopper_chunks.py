@@ -27,8 +27,8 @@ from pagedattn.kernels.hopper_units import (
     whole_tiles,
 )
 from pagedattn.kernels.masks import first_key
-from pagedattn.kernels.merge import pieces_of_chunks, pieces_of_request
-from pagedattn.kernels.plan import piece_tiles, short_tiles
+from pagedattn.kernels.merge import pieces_of_chunks
+from pagedattn.kernels.plan import short_tiles
 
 PART_FIELDS = gl.constexpr(12)  # numbers that describe a part of a block
 
@@ -36,12 +36,11 @@ PART_FIELDS = gl.constexpr(12)  # numbers that describe a part of a block
 @gluon.jit
 def walk(
     k_pages, v_pages, QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS,
-    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, PIECE_ENDS, TURNS,
-    first_program, goes_first, num_chunks, num_kv_heads, window_left, min_piece,
+    HEADER, SHORT_ENDS, SHORT_BEGIN, SHORT_FIRST, TURNS, total_programs,
+    first_program, goes_first, num_chunks, num_kv_heads, window_left,
     k_page_stride, k_token_stride, v_page_stride, v_token_stride, rings, handover, is_last,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    BATCH_INVARIANT: gl.constexpr,
 ):  # fmt: skip
     """Take chunks until none is left; tell the consumer of each part, and fill the rings with it.
 
@@ -52,7 +51,7 @@ def walk(
     k_rows_per_page = (k_page_stride // k_token_stride).to(gl.int32)
     v_rows_per_page = (v_page_stride // v_token_stride).to(gl.int32)
     chunk = gl.load(HEADER)
-    num_given = 2 * (gl.num_programs(0) - first_program)
+    num_given = 2 * (total_programs - first_program)
     count = 0
     turn = 0
     if goes_first:
@@ -80,18 +79,9 @@ def walk(
                 block_begin = request_begin + block * num_tiles
                 begin = at - block_begin
                 end = gl.minimum(chunk_end - block_begin, num_tiles)
-                if BATCH_INVARIANT:
-                    num_blocks = (request_end - request_begin) // num_tiles
-                    piece = piece_tiles(num_tiles, num_blocks, num_chunks, min_piece)
-                    end = gl.minimum(end, begin + piece)  # it begins where a piece does
-                    num_pieces, first_slot, second_slot, _step, slot, counter = pieces_of_request(
-                        gl.load(PIECE_ENDS + request), block, num_tiles, piece, begin,
-                        num_kv_heads, kv_head,
-                    )  # fmt: skip
-                else:
-                    num_pieces, first_slot, second_slot, _step, slot, counter = pieces_of_chunks(
-                        block_begin, num_tiles, chunk, index, num_kv_heads, kv_head
-                    )
+                num_pieces, first_slot, second_slot, _step, slot, counter = pieces_of_chunks(
+                    block_begin, num_tiles, chunk, index, num_kv_heads, kv_head
+                )
                 wait_for_room(handover, turn)
                 hand_over(handover, (
                     block, kv_head, qo_begin, qo_len, kv_len, first_tile + begin, first_tile + end,
@@ -110,22 +100,20 @@ def walk(
     wait_for_room(handover, turn)
     hand_over(handover, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), 1)
     if is_last:
-        leave(TURNS, 1, 2 * gl.num_programs(0))
+        leave(TURNS, 1, 2 * total_programs)
 
 
 @gluon.jit
 def consume_chunks(
     Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED,
     num_kv_heads, window_left, score_scale, cap, q_stride, out_stride, q_buffers, rings, handover,
-    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
-    TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, BATCH_INVARIANT: gl.constexpr, WITH_LSE: gl.constexpr,
+    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute every part of a block that this consumer is told of."""
     _k_ring, _k_full, _k_empty, _v_ring, _v_full, v_empty = rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     q_buffer = q_buffers.index(CONSUMER)
-    step = num_kv_heads if BATCH_INVARIANT else 2 * num_kv_heads  # from a piece's slot to the next
     count = 0  # tiles before this one
     turn = 0
     (
@@ -133,8 +121,8 @@ def consume_chunks(
         slot, counter,
     ) = receive(handover, turn, PART_FIELDS, 4)  # fmt: skip
     while qo_len > 0:
-        first_row = block * ROWS
-        end_row = gl.minimum(first_row + ROWS, qo_len * GROUP)
+        first_row = block * HALF
+        end_row = gl.minimum(first_row + HALF, qo_len * GROUP)
         q_buffer.store(
             load_rows(Q, first_row, end_row, qo_begin, kv_head, q_stride, GROUP, HEAD_DIM)
         )
@@ -158,12 +146,12 @@ def consume_chunks(
                 out_stride, GROUP, HEAD_DIM, WITH_LSE,
             )  # fmt: skip
         else:
-            store_part(PIECE_ACC, PIECE_ML, slot, end_row - first_row, m, l, acc, HEAD_DIM, ROWS)
+            store_part(PIECE_ACC, PIECE_ML, slot, end_row - first_row, m, l, acc, HEAD_DIM)
             if arrive(ARRIVED + counter, num_pieces):
                 write_merged(
-                    OUT, LSE, PIECE_ACC, PIECE_ML, first_slot, second_slot, step, num_pieces,
+                    OUT, LSE, PIECE_ACC, PIECE_ML, first_slot, second_slot, num_pieces,
                     first_row, end_row, qo_begin, kv_head, num_kv_heads, out_stride,
-                    GROUP, HEAD_DIM, ROWS, WITH_LSE,
+                    GROUP, HEAD_DIM, WITH_LSE,
                 )  # fmt: skip
         turn += 1
         (

@@ -69,8 +69,8 @@ def _announce(full, LATER: gl.constexpr):
 @gluon.jit
 def gather(
     k_pages, v_pages, KV_INDICES, window_left, k_page_stride, k_token_stride, v_page_stride,
-    v_token_stride, rings, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads,
-    total_programs, handover,
+    v_token_stride, rings, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, total_programs, num_units,
+    num_kv_heads, heads_at_once, handover,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
@@ -83,7 +83,7 @@ def gather(
     unit = next_unit(TURNS)
     while unit < num_units:
         block, kv_head, qo_begin, qo_len, kv_len, page_begin = locate(
-            unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
+            unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_units, num_kv_heads, heads_at_once
         )
         wait_for_room(handover, turn)
         hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), WARPS)

@@ -14,15 +14,15 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def store_part(
-    PIECE_ACC, PIECE_ML, slot, num_rows, m, l, acc, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr
+    PIECE_ACC, PIECE_ML, slot, num_rows, m, l, acc, HEAD_DIM: gl.constexpr
 ):
     """Write the state of a piece's rows. Of a row that saw no key acc is 0: it may be NaN."""
     S: gl.constexpr = l.type.layout
     ACC: gl.constexpr = acc.type.layout
-    at = slot.to(gl.int64) * ROWS
+    at = slot.to(gl.int64) * HALF
     row = gl.arange(0, HALF, S)
     gl.store(PIECE_ML + at * 2 + row, m, mask=row < num_rows)
-    gl.store(PIECE_ML + at * 2 + ROWS + row, l, mask=row < num_rows)
+    gl.store(PIECE_ML + at * 2 + HALF + row, l, mask=row < num_rows)
     row = gl.arange(0, HALF, gl.SliceLayout(1, ACC))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, ACC))
     empty = gl.convert_layout(l, gl.SliceLayout(1, ACC)) == 0
@@ -45,9 +45,9 @@ def arrive(COUNTER, num_pieces):
 
 @gluon.jit
 def write_merged(
-    OUT, LSE, PIECE_ACC, PIECE_ML, first_slot, second_slot, step, num_pieces,
+    OUT, LSE, PIECE_ACC, PIECE_ML, first_slot, second_slot, num_pieces,
     first_row, end_row, qo_begin, kv_head, num_kv_heads, out_stride,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, WITH_LSE: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
     """Merge and store a block that is in pieces: a row a warp, in the order of the keys.
 
@@ -55,6 +55,7 @@ def write_merged(
     """
     EACH: gl.constexpr = HEAD_DIM // 32  # elements of a row that a thread has
     AT_ONCE: gl.constexpr = 64 // EACH
+    step = 2 * num_kv_heads  # from a piece's slot to the next
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, AT_ONCE, EACH], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     WEIGHTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)  # [rows, pieces]
     VALUES: gl.constexpr = gl.SliceLayout(1, LAYOUT)  # [rows, dims]
@@ -70,10 +71,10 @@ def write_merged(
             piece = i + lane
             slot = gl.where(piece == 0, first_slot, second_slot + (piece - 1) * step).to(gl.int64)
             known = (piece < num_pieces)[None, :] & live[:, None]
-            at = slot[None, :] * ROWS + (row - first_row)[:, None]
-            ml = PIECE_ML + (slot * ROWS)[None, :] + at
+            at = slot[None, :] * HALF + (row - first_row)[:, None]
+            ml = PIECE_ML + (slot * HALF)[None, :] + at
             m_i = gl.load(ml, mask=known, other=float("-inf"), cache_modifier=".cg")
-            l_i = gl.load(ml + ROWS, mask=known, other=0.0, cache_modifier=".cg")
+            l_i = gl.load(ml + HALF, mask=known, other=0.0, cache_modifier=".cg")
             acc_i = gl.load(
                 PIECE_ACC + (at * HEAD_DIM)[:, :, None] + dims[None, :][:, None, :],
                 mask=known[:, :, None],

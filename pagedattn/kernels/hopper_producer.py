@@ -25,7 +25,8 @@ from pagedattn.kernels.masks import first_key
 
 @gluon.jit
 def hand_out(
-    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, num_units, num_kv_heads, handover, is_last
+    QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, TURNS, total_programs, num_units, num_kv_heads,
+    heads_at_once, handover, is_last,
 ):  # fmt: skip
     """Take units until none is left, and tell the other partitions of each.
 
@@ -35,7 +36,7 @@ def hand_out(
     unit = next_unit(TURNS)
     while unit < num_units:
         block, kv_head, qo_begin, qo_len, kv_len, page_begin = locate(
-            unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_kv_heads
+            unit, QO_INDPTR, KV_INDPTR, KV_LENS, UNITS, num_units, num_kv_heads, heads_at_once
         )
         hand_over(handover, (block, kv_head, qo_begin, qo_len, kv_len, page_begin), 1)
         turn += 1
@@ -44,7 +45,7 @@ def hand_out(
         unit = next_unit(TURNS)
     hand_over(handover, (0, 0, 0, 0, 0, 0), 1)
     if is_last:
-        leave(TURNS, 2, 2 * gl.num_programs(0))
+        leave(TURNS, 2, 2 * total_programs)
 
 
 @gluon.jit

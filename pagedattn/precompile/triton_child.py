@@ -131,7 +131,7 @@ def warm(layer: Layer) -> None:
     shape = (2 * num_pages, 2, layer.page_size, spec.num_kv_heads, spec.head_dim)
     pages = torch.empty(shape, dtype=spec.dtype)
     drafts = [rows // spec.group_size for rows in BLOCK_ROWS]
-    for bounds in ([0, 1, 1 + _KV_LEN], *([0, n, 2 * n] for n in drafts if n > 1)):
+    for bounds in ([0, 1, 1 + _KV_LEN], *([0, n, 2 * n] for n in drafts if n)):
         attention.plan(table, np.array(bounds, dtype=np.int32))
         q = torch.empty(bounds[-1], spec.num_qo_heads, spec.head_dim, dtype=spec.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)

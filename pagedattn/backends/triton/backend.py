@@ -72,10 +72,7 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
         facts = _device_facts(device)
         hopper_tiles = choose_hopper_tiles(spec, page_size, facts)
-        has_boxes = hopper_tiles is not None and hopper_tiles.has_boxes
-        kinds = choose_kinds(
-            spec, facts, capacity, batch_invariant, hopper_tiles if has_boxes else None
-        )
+        kinds = choose_kinds(spec, facts, capacity, batch_invariant, hopper_tiles)
         self.tiles = kinds[0]
         self._may_have_long = capacity is None or (
             capacity.max_tokens * spec.group_size > self.tiles.max_short_rows
@@ -85,9 +82,7 @@ class TritonBackend:
             # not at the top: where it is not chosen, Gluon may be missing
             from pagedattn.backends.triton.hopper import Hopper
 
-            self._hopper = Hopper(
-                spec, page_size, hopper_tiles, self.tiles.short.rows, batch_invariant, device
-            )
+            self._hopper = Hopper(spec, page_size, hopper_tiles, device)
             share = self.tiles.long_share
             self._side_by_side = SideBySide(device, share, self.tiles.programs - share)
         self._make_launches(kinds)
@@ -157,9 +152,7 @@ class TritonBackend:
         return self._buffers.slots[: self._num_rows]
 
     def run(self, q: Tensor, kv_cache: KVCache, out: Tensor, lse: Tensor | None) -> None:
-        """Launch the kernel of each list that is not empty; the Gluon kernel has both."""
-        if not (self._has_short or self._has_long):
-            return
+        """Launch the kernel of each list that is not empty, or the one for both."""
         layer = LayerPointers.of(q, kv_cache, out, out if lse is None else lse)
         strides = (q.stride(0), out.stride(0), *layer.page_strides)
         arguments = self._bindings.of_layer(strides)
@@ -168,16 +161,15 @@ class TritonBackend:
             self._short.launches[with_lse], self.tiles.short_chunks * self.spec.num_kv_heads,
             layer, arguments.short,
         )  # fmt: skip
-        if hopper and (maps := hopper.maps.of(layer)):
+        is_joint = self.tiles.joint
+        if hopper and (self._has_long or is_joint) and (maps := hopper.maps.of(layer)):
             launch = hopper.prepare(maps, with_lse, layer, arguments.hopper)
-            if not hopper.gathers(maps):
+            if not self._has_short or (is_joint and not hopper.gathers(maps)):
                 launch(self.tiles.programs)
-            elif not self._has_long:
-                launch_short()
-            elif not self._has_short:
-                launch(self.tiles.programs)
-            else:
+            elif self._has_long:
                 self._side_by_side.run(launch_short, launch)
+            else:
+                launch_short()
             return
         if self._has_short:
             launch_short()
@@ -195,11 +187,13 @@ class TritonBackend:
         return longest
 
     def _choose_blocks(self, num_rows: int) -> None:
-        """Take the short kernel for requests of up to so many rows."""
-        self._short = next(
-            (kernel for kernel in self._short_kernels if kernel.tiles.short.rows >= num_rows),
-            self._short_kernels[-1],
-        )
+        """Take the short kernel for requests of up to so many rows, or that of long ones too."""
+        highest = self._short_kernels[-1]
+        if self._has_long and highest.tiles.joint:
+            self._short = highest
+        else:
+            kernels = self._short_kernels
+            self._short = next((k for k in kernels if k.tiles.short.rows >= num_rows), highest)
         self.tiles = self._short.tiles
 
     def _build_schedule(self, batch_size: int) -> None:
@@ -251,7 +245,7 @@ class TritonBackend:
             num_pieces = max_pieces(size, self.spec, self.page_size, self.tiles)
         kinds = [kernel.tiles for kernel in self._short_kernels]
         self._buffers = ScheduleBuffers.allocate(size, num_pieces, self.spec, kinds, self.device)
-        self._bindings = Bindings(self.spec, self.tiles, self._staging.arrays, self._buffers)
+        self._bindings = Bindings(self.spec, kinds[-1], self._staging.arrays, self._buffers)
 
 
 def _device_facts(device: torch.device) -> DeviceFacts:

@@ -31,7 +31,7 @@ class Bindings:
 
     Args:
         spec: The kind of layer.
-        tiles: As chosen for it.
+        tiles: As chosen for steps of it that have long queries.
         table: qo_indptr, kv_indptr, kv_lens and kv_indices on the device.
         buffers: The schedule.
     """
@@ -58,13 +58,13 @@ class Bindings:
         self._long = Pointers.of(*read, buffers.long_units)
         self._hopper = Pointers.of(
             *read, buffers.short_ends, buffers.short_begin, buffers.short_first,
-            buffers.piece_ends, buffers.long_units, buffers.piece_acc, buffers.piece_ml,
-            buffers.arrived, buffers.turns,
+            buffers.long_units, buffers.piece_acc, buffers.piece_ml, buffers.arrived, buffers.turns,
         )  # fmt: skip
         numbers = (spec.num_kv_heads, window_of(spec))
         self._short_numbers = (*numbers, tiles.min_piece, *score_factors(spec))
         self._long_numbers = (*numbers, *score_factors(spec))
-        self._hopper_numbers = (tiles.short_chunks, tiles.long_share, tiles.programs)
+        chunks = tiles.short_chunks if tiles.joint else 0
+        self._hopper_numbers = (chunks, tiles.long_share, tiles.programs)
         self._of_layers: dict[tuple[int, ...], LayerArguments] = {}
 
     def of_layer(self, strides: tuple[int, ...]) -> LayerArguments:
@@ -84,5 +84,5 @@ class Bindings:
         return LayerArguments(
             self._short.before(*self._short_numbers, *strides),
             self._long.before(*self._long_numbers, *strides),
-            self._hopper.before(*self._short_numbers, *strides, *self._hopper_numbers),
+            self._hopper.before(*self._long_numbers, *strides, *self._hopper_numbers),
         )

@@ -26,8 +26,6 @@ class Hopper:
         spec: The kind of layer.
         page_size: Tokens of a page.
         tiles: As chosen for them.
-        rows: Packed query rows of a block of short queries.
-        batch_invariant: Whether a request's pieces are the same in every batch.
         device: Where it runs.
     """
 
@@ -36,8 +34,6 @@ class Hopper:
         spec: AttentionSpec,
         page_size: int,
         tiles: HopperTiles,
-        rows: int,
-        batch_invariant: bool,
         device: torch.device,
     ) -> None:
         box_rows = min(page_size, tiles.short_tile) if tiles.has_boxes else 0
@@ -46,13 +42,11 @@ class Hopper:
             "GROUP": spec.group_size,
             "HEAD_DIM": spec.head_dim,
             "PAGE_SIZE": page_size,
-            "ROWS": rows,
             "BOX": box_rows,
             "TILE": tiles.tile,
             "CAUSAL": spec.causal,
             "HAS_WINDOW": spec.window_left >= 0,
             "SOFT_CAP": spec.logits_soft_cap > 0,
-            "BATCH_INVARIANT": batch_invariant,
             "STAGES": tiles.num_stages,
         }
         options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
@@ -77,9 +71,9 @@ class Hopper:
     ) -> LaunchLong:
         """Return what launches so many programs, at most one an SM.
 
-        Where rows are gathered, launches over one schedule share its blocks, whether they run at
-        one time or not. Their grids must add up to the last argument: the last program makes ready
-        for the next step.
+        Launches over one schedule that leave short queries to another kernel share its long blocks,
+        whether they run at one time or not. The grids of a step must add up to the last argument:
+        the last program makes ready for the next step.
 
         Args:
             maps: Of the layer.
