@@ -137,7 +137,8 @@ FAULTS_OF = {
         "a piece is not merged": ("(piece < num_pieces)", "(piece < num_pieces - 1)", "wrong"),
         "a piece is merged twice": ("(piece - 1) * step", "0 * step", "wrong"),
         "a piece's slot is the next one's": (
-            "PIECE_ML, slot, end_row", "PIECE_ML, slot + num_kv_heads, end_row", "wrong|two runs differ",
+            "PIECE_ML, slot, end_row", "PIECE_ML, slot + num_kv_heads, end_row",
+            "wrong|two runs differ",
         ),
         "a chunk ends a tile early": (
             "end = gl.minimum(chunk_end - block_begin", "end = gl.minimum(chunk_end - 1 - "

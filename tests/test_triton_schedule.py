@@ -1,5 +1,7 @@
 """The device-built schedule against one made by hand in Python."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ if REASONS:
 
 from pagedattn.backends.triton.backend import TritonBackend  # noqa: E402
 from pagedattn.backends.triton.schedule import StepSize, max_long_blocks, max_pieces  # noqa: E402
+from pagedattn.backends.triton.tiles import choose_tiles  # noqa: E402
 from pagedattn.kernels.plan import _even_chunk  # noqa: E402
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (5, 1), (24, 2), (48, 1)])
@@ -67,7 +70,7 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
         return
     work, long_units = by_hand(backend, qo_lens, kv_lens)
     buffers, chunks = backend._buffers, backend.tiles.short_chunks
-    chunk, num_tiles, num_long = buffers.header.tolist()
+    chunk, num_tiles, num_long, _ = buffers.header.tolist()
     assert num_tiles == sum(work)
     assert chunk == chunk_by_hand(backend, qo_lens, kv_lens)
     ends = [0, *np.cumsum(work).tolist()]
@@ -78,6 +81,30 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
     for begin, first in zip(begins, buffers.short_first.tolist(), strict=False):
         if begin < num_tiles:  # the request that owns the chunk's first tile
             assert ends[first] <= begin < ends[first + 1]
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "qo_lens", "kv_lens", "heads_at_once"),
+    [
+        (4, [900], [900], 4),
+        (4, [900, 1], [900, 70], 2),
+        (3, [900, 1], [900, 70], 1),
+        (4, [900, 900], [900, 1001], 2),
+        (4, [900, 0], [900, 5000], 4),  # keys that nobody reads
+        (1, [900], [1001], 1),
+    ],
+)
+def test_few_heads_at_a_time_where_l2_does_not_keep_all(
+    monkeypatch, num_kv_heads, qo_lens, kv_lens, heads_at_once
+):
+    spec = AttentionSpec(num_kv_heads, num_kv_heads, head_dim=64)
+
+    def choose(*arguments):
+        return replace(choose_tiles(*arguments), far_keys=1000)
+
+    monkeypatch.setattr("pagedattn.backends.triton.tiles.choose_tiles", choose)
+    backend = planned(spec, qo_lens, kv_lens)
+    assert backend._buffers.header.tolist()[3] == heads_at_once
 
 
 def chunk_by_hand(backend: TritonBackend, qo_lens, kv_lens) -> int:
@@ -168,7 +195,7 @@ def test_batch_invariant_chunks_begin_where_pieces_do(heads, lengths, window_lef
             pieces += len(begins) if len(begins) > 1 else 0
         piece_ends.append(piece_ends[-1] + pieces)
     buffers = backend._buffers
-    chunk, num_tiles, _ = buffers.header.tolist()
+    chunk, num_tiles, *_ = buffers.header.tolist()
     assert num_tiles == at
     expected = [
         min([cut for cut in cuts if cut >= index * chunk], default=num_tiles)

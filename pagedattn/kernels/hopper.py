@@ -12,7 +12,8 @@ Source of the scheme: Shah et al., FlashAttention-3, arXiv 2407.08608; but the c
 turns on the tensor cores, which was slower.
 
 Where pages are no boxes of the copy engine, one warpgroup gathers the rows of long queries and
-finds blocks: see `hopper_gather.py`. Short queries are then left to `short.py`.
+finds blocks: see `hopper_gather.py`. Short queries are then left to `short.py`, and so are those of
+batch-invariant objects, whose bits must not depend on whether a step has long queries.
 
 Tiles go from the last to the first. The engine copies whole pages, so the first and the last tile
 may hold slots that the request does not own. Their scores are not selected; their values, which
@@ -54,9 +55,8 @@ def attention_hopper(
     GATHER: gl.constexpr,  # pages are pointers; else maps of [rows, heads * HEAD_DIM]
 ):  # fmt: skip
     """Compute short queries in blocks of 64 rows, long ones in blocks of 128."""
-    has_short = gl.load(HEADER + 1) > 0
     num_units = gl.load(HEADER + 2) * num_kv_heads
-    heads_at_once = gl.where(has_short, 2 - num_kv_heads % 2, num_kv_heads)  # see `locate`
+    heads_at_once = gl.load(HEADER + 3)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HEAD_DIM], DTYPE)
     KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_DIM], DTYPE)
@@ -95,7 +95,7 @@ def attention_hopper(
             [224, 56],
         )  # fmt: skip
     else:
-        has_short = has_short & (num_chunks > 0)
+        has_short = (gl.load(HEADER + 1) > 0) & (num_chunks > 0)
         has_long = num_units > 0
         first_short = gl.where(has_long, long_share, 0)
         begins_long = gl.where(gl.program_id(0) < first_short, 1, 0)

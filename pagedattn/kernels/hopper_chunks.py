@@ -107,8 +107,9 @@ def walk(
 def consume_chunks(
     Q, OUT, LSE, PIECE_ACC, PIECE_ML, ARRIVED,
     num_kv_heads, window_left, score_scale, cap, q_stride, out_stride, q_buffers, rings, handover,
-    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr,
+    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, SOFT_CAP: gl.constexpr,
+    WITH_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute every part of a block that this consumer is told of."""
     _k_ring, _k_full, _k_empty, _v_ring, _v_full, v_empty = rings

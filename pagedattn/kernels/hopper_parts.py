@@ -13,9 +13,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def store_part(
-    PIECE_ACC, PIECE_ML, slot, num_rows, m, l, acc, HEAD_DIM: gl.constexpr
-):
+def store_part(PIECE_ACC, PIECE_ML, slot, num_rows, m, l, acc, HEAD_DIM: gl.constexpr):
     """Write the state of a piece's rows. Of a row that saw no key acc is 0: it may be NaN."""
     S: gl.constexpr = l.type.layout
     ACC: gl.constexpr = acc.type.layout

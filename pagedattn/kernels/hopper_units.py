@@ -36,12 +36,7 @@ def locate(
     """Block, KV head, first query token, query tokens, keys and first page id of a unit.
 
     The whole list comes for `heads_at_once` heads, and again for the next: each entry's units for
-    these follow one another. So few heads' keys are read again and again while short queries, read
-    once, go through L2; without such, all heads of a page are read at once, from where it lies.
-    Raced on an NVIDIA H200, bf16, 32/8 heads of 128 (µs; 8, 2 and 1 heads at once): 64 x 4k decode
-    + 2 x 2k prompts 351, 316, 319; 128 x 8k + 4 x 1k at 8k of context 1655, 1503, 1519. Prompts
-    alone, in an earlier kernel: 2 x 2k 145, 152, 155; 64 x 512 504, 533, 533; but 1 x 32k 14.7,
-    14.4, 14.3 ms.
+    these follow one another. See `plan.py`.
     """
     units_at_once = num_units // num_kv_heads * heads_at_once
     entry = unit % units_at_once // heads_at_once

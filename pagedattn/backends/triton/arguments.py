@@ -44,7 +44,7 @@ def plan_numbers(spec: AttentionSpec, page_size: int, tiles: Tiles) -> tuple[int
     return (
         spec.num_kv_heads, spec.group_size, window_of(spec), page_size, tiles.short_chunks,
         tiles.max_short_rows, tiles.short.rows, tiles.short.tile, tiles.long.rows,
-        tiles.min_chunk, tiles.min_piece,
+        tiles.min_chunk, tiles.min_piece, tiles.far_keys,
     )  # fmt: skip
 
 

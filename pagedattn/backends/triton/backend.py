@@ -250,9 +250,11 @@ class TritonBackend:
 
 def _device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cuda" and not triton.knobs.runtime.interpret:
+        properties = torch.cuda.get_device_properties(device)
         return DeviceFacts(
-            torch.cuda.get_device_properties(device).multi_processor_count,
+            properties.multi_processor_count,
             compute_capability=torch.cuda.get_device_capability(device),
             missing_gluon=gluon_names.MISSING,
+            l2_bytes=properties.L2_cache_size,
         )
     return DeviceFacts(num_sms=0, interpreted=True)

@@ -71,7 +71,7 @@ class ScheduleBuffers:
     What is in the schedule says `kernels/plan.py`, what in which piece `kernels/merge.py`.
     """
 
-    header: Tensor  # i32[3]
+    header: Tensor  # i32[4]
     short_ends: Tensor  # i32[batch + 1]
     short_begin: Tensor  # i32[short chunks + 1]
     short_first: Tensor  # i32[short chunks]
@@ -116,7 +116,7 @@ class ScheduleBuffers:
             for tiles in kinds
         )
         return cls(
-            header=int32(3),
+            header=int32(4),
             short_ends=int32(size.batch_size + 1),
             short_begin=int32(chunks + 1),
             short_first=int32(chunks),

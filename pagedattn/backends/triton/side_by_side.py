@@ -5,6 +5,8 @@ begin on some of the SMs, and the short kernel has the others, and those that be
 then left of the long units goes to the SMs that it leaves: both launches of the Gluon kernel take
 units from one counter, so nobody must know beforehand which kind of work ends first.
 
+Where the Gluon kernel has both kinds of queries this is not needed: see `kernels/hopper.py`.
+
 Raced on an NVIDIA H200, bf16, 32/8 heads of 128 (µs, commit 3396fd5; one kernel after the other,
 and with 44, 60 and 76 of the 132 SMs for long queries first): 64 x 4k decode + 2 x 2k prompts 411,
 399, 352, 394; 32 x 8k + 1 x 8k 1176, 1165, 1175, 1169; 256 x 2k + 1 x 512 528, 523, 517, 516;

@@ -21,15 +21,21 @@ of 128, 64 requests of 4k (µs, blocks of 16, 32, 64 rows, FlashInfer's fa2): 4 
 """
 
 LONG_SHARE = 5 / 11
-"""Of the programs, which begin with long queries where a step has both kinds: 60 of 132."""
+"""Of the programs, which begin with long queries where a step has both kinds: 60 of 132.
+
+Raced on an NVIDIA H200, bf16, 32/8 heads of 128, in one launch (µs; 24, 48, 60, 72, 84 and 108
+programs): 64 x 4k decode + 2 x 2k prompts 370, 347, 319, 391, 361, 380; 32 x 8k + 1 x 8k 1063,
+1047, 1015, 1003, 998, 998; 256 x 2k + 1 x 512 543, 523, 520, 518, 516, 521; 128 x 8k + 4 x 1k at 8k
+of context 1688, 1537, 1519, 1545, 1552, 1717.
+"""
 
 MAX_DRAFT, PROMPT = 8, 256
 """Tokens of a request that decodes, at most, and of a prompt that is worth a kernel.
 
 A capacity for no more than the one a request, and without room for the other, is for decoding.
-Captured launches run in every step, those without work too: on an NVIDIA H200 the kernel for long
-queries then costs 4 to 6 µs. Where there are some and the kernel is left out, 512 tokens among
-256 x 2k decodes take 33 µs more, 550 for 517."""
+Captured launches serve every step: where long queries may be, one that has none takes up to 6 µs
+longer on an NVIDIA H200, 57 for 51 at 1 x 32k. Where there are some and their kernel is left out,
+512 tokens among 256 x 2k decodes take 33 µs more, 550 for 517."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class DeviceFacts:
     interpreted: bool = False
     compute_capability: tuple[int, int] = (0, 0)
     missing_gluon: tuple[str, ...] = ()  # names that the installed Triton's Gluon lacks
+    l2_bytes: int = 50 << 20
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Tiles:
     programs: int  # that are resident at once where an SM has one
     short_chunks: int  # of the line of short work; every KV head has a program for each
     long_share: int  # programs that begin with long queries where a launch has both kinds
+    far_keys: int  # of a request: the K and V of more do not fit L2
     joint: bool = False  # short queries go with the long ones, in the Gluon kernel's launch
 
     @property
@@ -135,18 +143,19 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOC
         tile = max(16, min(32, 8192 // row_bytes))
         short = KernelTiles(rows=16, tile=tile, num_warps=8, num_stages=2, programs_per_sm=2)
         max_short_rows = UNBOUNDED_ROWS
+    far_keys = facts.l2_bytes // (2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize)
     if facts.interpreted:
         # a handful of programs, one after another, that still split short contexts
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
         return Tiles(
             short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4,
-            long_share=2,
+            long_share=2, far_keys=far_keys,
         )  # fmt: skip
     least = 4 * tile // short.tile
     return Tiles(
         short, long, max_short_rows, min_chunk=least, min_piece=least, programs=facts.num_sms,
         short_chunks=max(1, facts.num_sms * short.programs_per_sm // spec.num_kv_heads),
-        long_share=round(facts.num_sms * LONG_SHARE),
+        long_share=round(facts.num_sms * LONG_SHARE), far_keys=far_keys,
     )  # fmt: skip
 
 
