@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 def document(folder):
     """The record of a function that ends its process for one step and hangs for another."""
     arguments = ["--property", "agreement", "--mode", "decode", "--examples", EXAMPLES]
-    limits = ["--jobs", 2, "--case-time", 4, "--capsule-dir", folder]
+    limits = ["--jobs", 2, "--case-time", 8, "--capsule-dir", folder]
     command = ["check", "--target", "targets:hostile", "--device", "cpu", *arguments, *limits]
     fates = {targets.DIES: str(num_keys(1)), targets.HANGS: str(num_keys(4))}
     result = CliRunner(env=fates).invoke(main, [*map(str, command), "--json"])
