@@ -33,8 +33,8 @@ MAX_DRAFT, PROMPT = 8, 256
 """Tokens of a request that decodes, at most, and of a prompt that is worth a kernel.
 
 A capacity for no more than the one a request, and without room for the other, is for decoding.
-Captured launches serve every step: where long queries may be, one that has none takes up to 6 µs
-longer on an NVIDIA H200, 57 for 51 at 1 x 32k. Where there are some and their kernel is left out,
+Captured launches serve every step: where long queries may be, one that has none takes up to 7 µs
+longer on an NVIDIA H200, 58 for 51 at 1 x 32k. Where there are some and their kernel is left out,
 512 tokens among 256 x 2k decodes take 33 µs more, 550 for 517."""
 
 
@@ -180,8 +180,9 @@ def choose_kinds(
 
     Where there are long queries too, or more rows of a request than two blocks of the least height,
     short queries join the long ones: the last kind. Raced on an NVIDIA H200, bf16, 32/8 heads of
-    128 (µs, the plain kernel and the joint one): 1 row of 1 x 32k 51, 57; of 64 x 4k 261, 261;
-    8 rows of 64 x 4k 273, 265; with 64/8 heads 362, 267; 64 x 4k decode + 2 x 2k prompts 350, 316.
+    128, in objects with room for long queries (µs; plain kernels, joint): decode 1 x 32k 51, 58;
+    64 x 4k 268, 265; 64 x 4k of 8 tokens 513, 269, with 64/8 heads 998, 272; 64 x 4k decode + 2 x
+    2k prompts 352, 334.
 
     Args:
         spec: The kind of layer.
