@@ -300,7 +300,8 @@ def is_running(process_id: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux what is running")
-def test_ending_the_command_ends_its_compilers(home, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ending_the_command_ends_its_compilers(home, tmp_path, monkeypatch, number):
     install(tmp_path, monkeypatch, FAKE_ENDLESS)
     monkeypatch.setenv("COMPILER_FILE", str(tmp_path / "compiler"))
     code = "from pagedattn.cli import main; main()"
@@ -311,7 +312,7 @@ def test_ending_the_command_ends_its_compilers(home, tmp_path, monkeypatch):
         time.sleep(0.05)
     compiler = int((tmp_path / "compiler").read_text())
     assert is_running(compiler)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(30) != 0
     while is_running(compiler) and time.monotonic() < deadline:
         time.sleep(0.05)

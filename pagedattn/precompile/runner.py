@@ -8,7 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pagedattn.precompile.events import Event, read_event
@@ -71,9 +72,10 @@ def run_child(
     )
     assert process.stdout is not None
     try:
-        for line in process.stdout:
-            _take(line.rstrip("\n"), outcome, follow)
-        returncode = process.wait()
+        with _sigterm_raises():
+            for line in process.stdout:
+                _take(line.rstrip("\n"), outcome, follow)
+            returncode = process.wait()
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -82,6 +84,19 @@ def run_child(
     if returncode != 0:
         outcome.failure = failure_in(outcome.lines, returncode)
     return outcome
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM, by which `timeout` and containers end a process, unwind it as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # which alone has signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _take(line: str, outcome: Outcome, follow: Callable[[Event | Steps], None]) -> None:
