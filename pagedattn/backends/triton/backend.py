@@ -188,13 +188,13 @@ class TritonBackend:
 
     def _choose_blocks(self, num_rows: int) -> None:
         """Take the short kernel for requests of up to so many rows, or that of long ones too."""
-        highest = self._short_kernels[-1]
-        if self._has_long and highest.tiles.joint:
-            self._short = highest
-        else:
-            kernels = self._short_kernels
-            self._short = next((k for k in kernels if k.tiles.short.rows >= num_rows), highest)
-        self.tiles = self._short.tiles
+        kernels = self._short_kernels
+        if self._has_long and kernels[-1].tiles.joint:
+            kernels = kernels[-1:]
+        for kernel in kernels:  # the last where none is high enough
+            if kernel.tiles.short.rows >= num_rows:
+                break
+        self._short, self.tiles = kernel, kernel.tiles
 
     def _build_schedule(self, batch_size: int) -> None:
         self._plan(
