@@ -30,14 +30,10 @@ class Hopper:
     """
 
     def __init__(
-        self,
-        spec: AttentionSpec,
-        page_size: int,
-        tiles: HopperTiles,
-        device: torch.device,
+        self, spec: AttentionSpec, page_size: int, tiles: HopperTiles, device: torch.device
     ) -> None:
         box_rows = min(page_size, tiles.short_tile) if tiles.has_boxes else 0
-        self.maps = HopperMaps(spec, box_rows, gathers=True)
+        self.maps = HopperMaps(spec, box_rows)
         self.constants = {
             "GROUP": spec.group_size,
             "HEAD_DIM": spec.head_dim,

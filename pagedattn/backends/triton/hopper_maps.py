@@ -78,11 +78,9 @@ class HopperMaps:
     Args:
         spec: The kind of layer.
         box_rows: Tokens that the copy engine brings at once; 0: it cannot bring any.
-        gathers: Whether the kernel can do without maps.
     """
 
-    def __init__(self, spec: AttentionSpec, box_rows: int, gathers: bool) -> None:
-        self._gathers = gathers
+    def __init__(self, spec: AttentionSpec, box_rows: int) -> None:
         self.box = [box_rows, spec.head_dim] if box_rows else None
         if self.box:
             self.layout = gl.NVMMASharedLayout.get_default_for(self.box, _GLUON_DTYPES[spec.dtype])
@@ -111,7 +109,7 @@ class HopperMaps:
     def _make(self, halves: tuple[Tensor, Tensor]) -> Descriptors | None:
         if self.box and not any(unreachable_reasons(pages) for pages in halves):
             return Descriptors(tuple(map(self._map_of, halves)))
-        if not self._gathers or any(ungathered_reasons(pages) for pages in halves):
+        if any(ungathered_reasons(pages) for pages in halves):
             return None
         return Descriptors(tuple(Memory(pages.data_ptr(), pages.dtype) for pages in halves))
 
