@@ -85,7 +85,6 @@ CASES |= {
         "kv_lens": [37 * i % 701 for i in range(300)], "qo_lens": [i % 17 for i in range(300)],
     },
     "short empty rows beside NaN": SHORT | {"kv_lens": [5], "qo_lens": [16], "all_nan": True},
-    "short of two blocks": {"spec": HEADS | {"num_qo_heads": 142}, "page_size": 16} | DECODE,
     "short infinity": SHORT | {"garbage": "infinity"} | DRAFTS,
     "short low scores": SHORT | {"values": "low_scores"} | DRAFTS,
     "short heads of a larger cache": SHORT | {"strided": "heads"} | DRAFTS,

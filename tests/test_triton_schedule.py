@@ -83,15 +83,6 @@ def test_the_schedule_is_the_one_made_by_hand(heads, lengths, window_left):
             assert ends[first] <= begin < ends[first + 1]
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_one_token_is_short_however_many_heads_share_its_keys(batch_invariant):
-    spec = AttentionSpec(71, 1, head_dim=64)
-    backend = planned(spec, [1, 2, 1], [5000, 700, 64], batch_invariant=batch_invariant)
-    _, num_tiles, num_long, _ = backend._buffers.header.tolist()
-    assert num_tiles > 2 * 5000 // 128  # of several blocks
-    assert backend._buffers.long_units[:num_long].tolist() == [[1, 1], [1, 0]]
-
-
 @pytest.mark.parametrize(
     ("num_kv_heads", "qo_lens", "kv_lens", "heads_at_once"),
     [

@@ -132,8 +132,7 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOC
     short = KernelTiles(rows=block_rows, tile=tile, num_warps=4, num_stages=3, programs_per_sm=2)
     if block_rows > BLOCK_ROWS[1]:  # what more than 32 keys weigh would not fit beside the sums
         short = replace(short, tile=32, num_stages=4)
-    # one token is always short: the blocks of long queries do not share a long context
-    max_short_rows = max(64, spec.group_size)
+    max_short_rows = 64
     if row_bytes <= 256:
         long = KernelTiles(rows=128, tile=64, num_warps=8, num_stages=3, programs_per_sm=1)
     else:
@@ -149,8 +148,8 @@ def choose_tiles(spec: AttentionSpec, facts: DeviceFacts, block_rows: int = BLOC
         # a handful of programs, one after another, that still split short contexts
         long = KernelTiles(rows=128, tile=64, num_warps=4, num_stages=1, programs_per_sm=1)
         return Tiles(
-            short, long, max_short_rows=max(64, spec.group_size), min_chunk=1, min_piece=2,
-            programs=4, short_chunks=4, long_share=2, far_keys=far_keys,
+            short, long, max_short_rows=64, min_chunk=1, min_piece=2, programs=4, short_chunks=4,
+            long_share=2, far_keys=far_keys,
         )  # fmt: skip
     least = 4 * tile // short.tile
     return Tiles(
