@@ -64,6 +64,9 @@ HOPPER = {
     "hopper window cap": {
         "kernel": "hopper", "page_size": 16, "spec": LLAMA | WINDOW_AND_CAP, "with_lse": True,
     },
+    "hopper cap": {
+        "kernel": "hopper", "page_size": 16, "spec": LLAMA | {"logits_soft_cap": 30.0},
+    },
     "hopper 64": {
         "kernel": "hopper", "page_size": 256,
         "spec": LLAMA | {"head_dim": 64, "dtype": "float16", "causal": False},

@@ -160,6 +160,17 @@ def test_short_queries_join_long_ones_where_those_may_be_or_blocks_are_high(
 
 
 @pytest.mark.parametrize(
+    ("num_qo_heads", "kind"),
+    [(8, (16, False)), (32, (32, False)), (64, (64, True)), (128, (64, False))],
+)
+def test_drafts_of_one_joint_block_join(num_qo_heads, kind):
+    spec = AttentionSpec(num_qo_heads, 8, 128)
+    hopper = choose_hopper_tiles(spec, 16, H200)
+    (tiles,) = choose_kinds(spec, H200, Capacity(20, 8 * 20, 9999), False, hopper)
+    assert (tiles.short.rows, tiles.joint) == kind
+
+
+@pytest.mark.parametrize(
     ("spec", "facts"),
     [
         (LLAMA, DeviceFacts(num_sms=108, compute_capability=(8, 0))),

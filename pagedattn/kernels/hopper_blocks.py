@@ -17,18 +17,18 @@ from pagedattn.kernels.masks import first_key
 def consume_blocks(
     Q, OUT, LSE, num_kv_heads, window_left, score_scale, cap,
     q_stride, out_stride, q_buffers, rings, handover,
-    WARPGROUP: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
+    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, WITH_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute half of the rows of every block that this program takes."""
     _k_ring, _k_full, _k_empty, _v_ring, _v_full, v_empty = rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    q_buffer = q_buffers.index(WARPGROUP)
+    q_buffer = q_buffers.index(CONSUMER)
     count = 0  # tiles before this one
     turn = 0
     block, kv_head, qo_begin, qo_len, kv_len, _page_begin = receive(handover, turn, FIELDS, 4)
-    first_row = block * (2 * HALF) + WARPGROUP * HALF
+    first_row = block * (2 * HALF) + CONSUMER * HALF
     q = load_rows(Q, first_row, qo_len * GROUP, qo_begin, kv_head, q_stride, GROUP, HEAD_DIM)
     while qo_len > 0:
         q_buffer.store(q)
@@ -47,7 +47,7 @@ def consume_blocks(
         # the next unit's rows arrive while this one's last product is made and its rows are stored
         turn += 1
         block, kv_head, qo_begin, qo_len, kv_len, _page_begin = receive(handover, turn, FIELDS, 4)
-        first_row = block * (2 * HALF) + WARPGROUP * HALF
+        first_row = block * (2 * HALF) + CONSUMER * HALF
         q = load_rows(Q, first_row, qo_len * GROUP, qo_begin, kv_head, q_stride, GROUP, HEAD_DIM)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
         mbarrier.arrive(v_empty.index(slot), count=1)

@@ -205,9 +205,11 @@ def choose_kinds(
         return [joint or plain]
     longest = -(-capacity.max_tokens // capacity.max_batch_size)
     rows = longest * spec.group_size
-    if rows <= BLOCK_ROWS[1] or joint is None:
-        joint = choose_tiles(spec, facts, block_rows_of(spec, rows))
-    return [replace(joint, max_short_rows=UNBOUNDED_ROWS)]
+    if joint and BLOCK_ROWS[1] < rows <= BLOCK_ROWS[-1]:  # joint blocks are one a request
+        tiles = joint
+    else:
+        tiles = choose_tiles(spec, facts, block_rows_of(spec, rows))
+    return [replace(tiles, max_short_rows=UNBOUNDED_ROWS)]
 
 
 def _is_for_decoding(capacity: Capacity) -> bool:
